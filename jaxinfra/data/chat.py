@@ -1,7 +1,8 @@
-"""Conversations to tokens, with a mark on those of the model's messages, which count.
+"""Encoding of conversations as tokens, with marks on the tokens that the loss counts.
 
-A conversation is one document, or several, each with some of the messages (``data/turns.py``). The
-tokens before a message are those that the model would be given to ask for it, which is checked.
+The loss counts the assistant's messages. A conversation becomes one document, or several that each
+contain some of its messages (``data/turns.py``). The tokens before an assistant message are checked
+to be the prompt that the model would generate it from.
 """
 
 import collections
@@ -22,12 +23,12 @@ from jaxinfra.runtime.files import parse_json, require_type
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedChat:
-    """A document's tokens without its first one, with marks on those that count."""
+    """Tokens of one document after its first token, and which of them the loss counts."""
 
     tokens: np.ndarray  # int32
     counted: np.ndarray  # bool, of each token
-    text: str  # what counts
-    first: int  # token before them
+    text: str  # of the counted tokens
+    first: int  # the document's first token, before ``tokens``
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,23 +38,23 @@ class ChatRow:
     name: str  # in errors
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
-    num_context: int = 0  # turns of the model, the first ones, that are given and do not count
+    num_context: int = 0  # number of first assistant messages that the loss does not count
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the template
 
     def counted(self) -> list[int]:
-        """Returns the numbers of the messages that count."""
+        """Returns the indices of the messages that the loss counts."""
         said = [n for n, message in enumerate(self.messages) if message["role"] == ASSISTANT]
         return [n for n in said[self.num_context :] if self.messages[n].get("weight", 1) != 0]
 
 
 @final
 class ChatEncoder:
-    """Renders conversations by a chat template, tokenizes them and marks what the loss counts.
+    """Renders conversations by a chat template, tokenizes them and marks counted tokens.
 
-    ``bos_id`` is the token that a conversation of one user's message begins with.
+    ``bos_id`` is the first token of a rendered conversation of one user message.
 
     Args:
-        turns: the model's messages that count, and the texts that they are in.
+        turns: which assistant messages the loss counts, and how they are divided among texts.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ChatEncoder:
         return self.encode([parse_conversation(document) for document in documents])
 
     def encode(self, conversations: Sequence[ChatRow]) -> list[list[EncodedChat]]:
-        """Returns the documents of each conversation: the first has its last turn that counts.
+        """Returns each conversation's documents; the first includes the last counted message.
 
         Raises:
             DataError: a conversation is invalid; the message names it and says why.
@@ -99,7 +100,7 @@ class ChatEncoder:
         ]
 
     def notes(self) -> list[str]:
-        """Returns lines on what was made of the conversations so far, beyond one text of each."""
+        """Returns log lines about conversations so far that did not become one plain document."""
         counts, lines = self._counts, []
         if counts["split"]:
             lines.append(
@@ -228,7 +229,8 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 def parse_conversation(document: Document) -> ChatRow:
     """Returns messages and tools of a JSON line; raises DataError if it is invalid.
 
-    Of a ``prompt`` with a ``completion``, each a text or messages, the completion alone counts.
+    If a line has a ``prompt`` and a ``completion``, each a text or messages, the loss counts only
+    the completion.
     """
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
@@ -256,7 +258,11 @@ def parse_conversation(document: Document) -> ChatRow:
 
 
 def as_messages_of(value: Any, *, role: str) -> list[Any]:
-    """A text as a message of that role, a message as a list of one; nothing for other kinds."""
+    """Returns a text or message as a list of one message; a list unchanged; else an empty list.
+
+    Args:
+        role: role of the message that a text becomes.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, dict):
@@ -270,7 +276,7 @@ def role_of(message: Any) -> Any:
 
 
 def settings_of(row: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Returns the template's settings of a row, ``chat_template_kwargs`` as TRL calls them."""
+    """Returns a row's settings for the chat template: its ``chat_template_kwargs``, as in TRL."""
     settings = row.get("chat_template_kwargs") or {}
     require_type(settings, dict[str, Any], where=f"{where}: chat_template_kwargs", error=DataError)
     return settings

@@ -111,7 +111,7 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """Returns a text that tells apart templates whose renderings may differ."""
+        """Returns a text that differs between templates whose renderings may differ."""
         return json.dumps([*dict.fromkeys(each for each, _ in self._programs), self._variables])
 
     def reads(self, name: str) -> bool:
@@ -124,10 +124,10 @@ class ChatTemplate:
         return self._variables.get("eos_token", "")
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ChatTemplate":
-        """Returns the template with values for variables that it reads, ``enable_thinking`` say.
+        """Returns the template with values for its variables, such as ``enable_thinking``.
 
         Raises:
-            ConfigError: the template reads no such variable, or it is the conversation's own.
+            ConfigError: the template reads no such variable, or the conversation itself sets it.
         """
         if not settings:
             return self
@@ -195,8 +195,8 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Renders a whole conversation, and finds the parts in ``{% generation %}``; None if the
-        template has no such tag.
+        """Renders a whole conversation; also returns the ranges in ``{% generation %}`` tags, None
+        if the template has no such tag.
 
         Raises:
             DataError: the template refuses these messages.

@@ -26,8 +26,8 @@ class Corpora:
     """The corpora that a run trains and is evaluated on, all with one tokenizer."""
 
     config: DataConfig
-    sources: dict[str, Corpus]  # trained on; of a run without a mixture one, named "own"
-    validation: dict[str, Corpus]  # of which the held-out side alone is used
+    sources: dict[str, Corpus]  # to train on; without a mixture one corpus, named "own"
+    validation: dict[str, Corpus]  # only the held-out side of each is used
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -145,7 +145,7 @@ def open_corpora(
 
 
 def first_prompt(config: DataConfig) -> str | ChatRow:
-    """Returns what a sample of the model begins with: the first prompt of the data, if these have
+    """Returns the prompt of text that a trained model samples: the data's first prompt, if it has
     prompts. For the standard library it is the beginning of a function, for other text "".
     """
     source = config.mixture[0].source if config.mixture else config.source

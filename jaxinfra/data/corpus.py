@@ -1,4 +1,4 @@
-"""Text, or token arrays of another program, to train and held-out documents, cached on disk."""
+"""Opening of a corpus as training and held-out documents, cached on disk."""
 
 import contextlib
 import dataclasses
@@ -59,7 +59,7 @@ class Corpus:
     heldout: TokenArrays | None  # None: nothing is held out
     heldout_names: tuple[str, ...]
     heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
-    notes: tuple[str, ...] = ()  # on what was made of conversations
+    notes: tuple[str, ...] = ()  # log lines about conversations that became no or several documents
 
     def heldout_documents(self) -> list[bytes]:
         """Texts of the held-out documents in UTF-8; pre-tokenized arrays are decoded."""

@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pieces import DocumentPieces, best_fit, numbered, piece_rows
+from jaxinfra.data.pieces import DocumentPieces, best_fit, group_indices, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.train_iterator import process_rows
 from jaxinfra.errors import DataError
@@ -21,8 +21,8 @@ class HeldoutBatches:
     ``sequence_length`` is read in windows that advance by ``stride`` (default: half a window). All
     windows but the first begin with ``sequence_length - stride`` tokens of context that do not
     count. Documents, and last pieces of documents, share rows as segments. The separator before a
-    document is given, the one after it is not predicted: the sum of weights is
-    ``arrays.num_counted``, and bits per byte divide by ``arrays.num_bytes``.
+    document is an input; the one after it is no target. So the sum of weights is
+    ``arrays.num_counted``, and bits per byte are over ``arrays.num_bytes``.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ def _pack(arrays: TokenArrays, length: int, stride: int) -> DocumentPieces:
     num_pieces = np.where(
         arrays.lengths > 0, 1 + -(-np.maximum(arrays.lengths - length, 0) // stride), 0
     )
-    document, nth = numbered(num_pieces)
+    document, nth = group_indices(num_pieces)
     start = nth * stride
     piece_length = np.minimum(length, arrays.lengths[document] - start)
     row, column = best_fit(piece_length, length)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pieces import DocumentPieces, numbered, piece_rows
+from jaxinfra.data.pieces import DocumentPieces, group_indices, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.errors import DataError
 
@@ -34,7 +34,7 @@ class _Epoch:
 
 @final
 class PackedWindows:
-    """Windows of all epochs; sample ``n`` is ``n % num_windows`` in its epoch's order."""
+    """Windows of packed documents; sample ``n`` is window ``n % num_windows`` of its epoch."""
 
     def __init__(self, arrays: TokenArrays, *, sequence_length: int, seed: int):
         if not arrays.num_tokens:
@@ -80,7 +80,7 @@ class PackedWindows:
         bounds = self._epoch(epoch).bounds
         first = np.searchsorted(bounds, start, side="right") - 1
         last = np.searchsorted(bounds, end - 1, side="right") - 1
-        row, nth = numbered(last - first + 1)
+        row, nth = group_indices(last - first + 1)
         place = first[row] + nth
         begin = np.maximum(bounds[place], start[row])
         pieces = DocumentPieces(
@@ -99,11 +99,11 @@ def rows_of_epochs(
     num_rows: int,
     rows_of: Callable[[int, np.ndarray], Batch[np.ndarray]],
 ) -> Batch[np.ndarray]:
-    """Makes the rows of these sample numbers, in this order.
+    """Makes the batch rows of these sample numbers, in this order; they may span epochs.
 
     Args:
         num_rows: number of rows of an epoch.
-        rows_of: makes the rows of these numbers of an epoch.
+        rows_of: makes rows of one epoch, from its number and theirs.
     """
     epochs, index = np.divmod(samples, num_rows)
     parts = []
@@ -114,7 +114,7 @@ def rows_of_epochs(
 
 
 def merge_rows(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[np.ndarray]:
-    """Joins parts of a batch; each is given with the numbers of its rows in the batch."""
+    """Joins parts of a batch; each comes with the indices of its rows in the batch."""
     if len(parts) == 1 and (np.diff(parts[0][0]) == 1).all():
         return parts[0][1]
     merged = {}

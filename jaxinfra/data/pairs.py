@@ -1,4 +1,4 @@
-"""Pairs of answers to tokens: the prompt is context, the loss counts the answer."""
+"""Encoding of pairs of answers as tokens; the loss counts the answers, not the prompts."""
 
 import dataclasses
 import re
@@ -68,13 +68,13 @@ class PairEncoder:
         return encoded
 
     def notes(self) -> list[str]:
-        """Returns lines on what was made of the conversations so far, beyond one text of each."""
+        """Returns log lines about conversations so far that did not become one plain document."""
         return [] if self._chat is None else self._chat.notes()
 
 
 @final
 class CompletionEncoder:
-    """Tokenizes prompts with their completions, both plain text: the completion counts."""
+    """Tokenizes plain-text prompts and completions; the loss counts the completions."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -94,7 +94,7 @@ class CompletionEncoder:
 
 
 def prompt_of(document: Document, config: DataConfig) -> str | ChatRow:
-    """Returns the prompt of a row of text, or the messages before the first turn that counts."""
+    """Returns a row's prompt text, or its messages before the first that the loss counts."""
     name = document.name
     if config.format is DataFormat.CHAT:
         row = parse_conversation(document)

@@ -14,7 +14,10 @@ from jaxinfra.data.token_arrays import TokenArrays
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class DocumentPieces:
-    """Pieces: ``length`` input tokens from ``start``; the first ``context`` do not count."""
+    """Pieces of documents: ``length`` input tokens from token ``start``, and their place in rows.
+
+    The loss does not count the first ``context`` tokens of a piece.
+    """
 
     document: np.ndarray
     start: np.ndarray
@@ -39,8 +42,8 @@ def piece_rows(
     """Makes a batch's rows; each piece is one segment, the rest of a row is padding.
 
     Args:
-        pieces: pieces sorted by row, then by column; one may reach beyond its document, to the
-            separator, which the loss counts as a target unless the arrays say what counts.
+        pieces: pieces sorted by row, then by column. A piece may include the separator after its
+            document, which the loss counts unless ``arrays.counted`` is set.
     """
     shape = (num_rows, sequence_length)
     tokens = np.full(shape, arrays.eos_id, np.int32)
@@ -87,13 +90,13 @@ def piece_targets(
     They are the number of the token's piece, its position in the piece, and the index of its target
     among the tokens of ``arrays``.
     """
-    which, position = numbered(pieces.length)
+    which, position = group_indices(pieces.length)
     target = arrays.starts[pieces.document[which]] + pieces.start[which] + position
     return which, position, target
 
 
-def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the group of each element of groups that follow one another, and its number in it.
+def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each element's group, and its index in the group, for groups in a row.
 
     Args:
         counts: number of elements of each group.
@@ -105,7 +108,8 @@ def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def best_fit(
     lengths: np.ndarray, capacity: int, *, most: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Assigns pieces to rows best-fit decreasing: longest first, each into the fullest that fits.
+    """Assigns pieces to rows, best-fit decreasing: longest first, each to the fullest row with
+    space.
 
     Args:
         most: most pieces per row; None: no limit.

@@ -78,14 +78,14 @@ def name_hash(name: str) -> float:
 
 
 def heldout_limit(names: Iterable[str], *, fraction: float) -> float:
-    """Returns the number below which the hash of a held-out document's name is.
+    """Returns the split's limit: a document is held out if its name's hash is below it.
 
-    It is ``fraction`` if that leaves a document on each side. If not, the one or more documents
-    nearest to it change sides: however few there are, one is held out and one is trained on. A
+    It is ``fraction`` if that leaves a document on each side. If not, the documents with the
+    nearest hashes change sides, so that at least one is held out and one is trained on. A
     single document is trained on, and with ``fraction=0`` all are.
 
     Args:
-        names: of all documents; no more are taken than it needs to find one of each side.
+        names: of all documents; read only until a document of each side is found.
     """
     if not fraction:
         return 0.0

@@ -55,7 +55,7 @@ def compiled(source: str) -> tuple[jinja2.Template, dict[str, Any]]:
     )
     # Jinja's own filter escapes HTML.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.tests["none"] = lambda value: value is None or isinstance(value, Nothing)
+    environment.tests["none"] = lambda value: value is None or isinstance(value, NullContent)
     environment.tests["string"] = lambda value: type(value) is str
     functions = {"raise_exception": _refuse, "strftime_now": _now}
     template = environment.from_string(source, globals=functions)
@@ -65,14 +65,14 @@ def compiled(source: str) -> tuple[jinja2.Template, dict[str, Any]]:
     return template, {"marks": generation.is_used, "names": sorted(names)}
 
 
-class Nothing(str):
+class NullContent(str):
     """The null content of a message: it prints as an empty text, and templates test it as None."""
 
     __slots__ = ()
 
     @override
     def __eq__(self, other: object) -> bool:
-        return other is None or isinstance(other, Nothing)
+        return other is None or isinstance(other, NullContent)
 
     __hash__ = str.__hash__
 
@@ -100,19 +100,19 @@ class Arguments(dict[str, Any]):
         return other + self.text
 
 
-def as_values(message: Any, *, joins: bool) -> Any:
-    """Returns a message with values as templates read them: null content as ``Nothing``, tool
+def as_values(message: Any, *, join_parts: bool) -> Any:
+    """Returns a message with values as templates read them: null content as ``NullContent``, tool
     arguments as ``Arguments``.
 
     Args:
-        joins: join content in several parts into one text.
+        join_parts: join content in several parts into one text.
     """
     if not isinstance(message, dict):
         return message
     content = message.get("content")
     if content is None:
-        message["content"] = Nothing()
-    elif isinstance(content, list) and joins:
+        message["content"] = NullContent()
+    elif isinstance(content, list) and join_parts:
         message["content"] = "".join(part["text"] for part in content)
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
@@ -153,8 +153,8 @@ def _answer(
     variables = request["variables"]
     messages = variables["messages"]
     has_parts = any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
-    joins = has_parts and not reads_parts(template, variables)
-    variables["messages"] = [as_values(message, joins=joins) for message in messages]
+    join_parts = has_parts and not reads_parts(template, variables)
+    variables["messages"] = [as_values(message, join_parts=join_parts) for message in messages]
     text = template.render(**variables)
     if len(text) > TEXT_CHARACTERS:
         raise jinja2.TemplateError(f"it makes {len(text):,} characters of one conversation")

@@ -50,12 +50,12 @@ class TokenArrays:
     tokens: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    document_bytes: np.ndarray  # of the text that counts
+    document_bytes: np.ndarray  # UTF-8 bytes of the text that the loss counts
     vocab_size: int
     bos_id: int
     eos_id: int
     fingerprint: str
-    counted: np.ndarray | None = None  # uint8 beside tokens; None: all of them
+    counted: np.ndarray | None = None  # uint8 per token, 1: the loss counts it; None: all
     # float32 beside tokens: log probability of each under a reference model.
     reference: np.ndarray | None = None
     first: np.ndarray | None = None  # token before each document; None: bos_id

@@ -347,7 +347,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 class Panics:
     """Context that raises any error or panic of the tokenizers library as a DataError.
 
-    A class, as a generator's context takes as long as decoding a token.
+    It is a class because a generator-based context would take as long as decoding a token.
     """
 
     def __enter__(self) -> None:

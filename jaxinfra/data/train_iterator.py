@@ -49,9 +49,9 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
 
 @final
 class TrainIterator:
-    """Endless iterator over this process's rows of batches, from whose state a later run goes on.
+    """Endless iterator over this process's rows of batches; a run resumes from its state.
 
-    ``num_threads`` threads make ``prefetch`` batches ahead; 0 make them when asked.
+    ``num_threads`` threads prefetch ``prefetch`` batches; with 0, batches are made when asked for.
 
     Args:
         batch_size: number of rows of all processes.
@@ -118,8 +118,8 @@ class TrainIterator:
         return max(0, self._made.value - (self.step - self._first))
 
     @property
-    def busy_share(self) -> float:
-        """Share of batch-making time for which reader threads computed or queued for a CPU.
+    def busy_fraction(self) -> float:
+        """Fraction of batch-making time in which reader threads computed or queued for a CPU.
 
         For the rest of the time they waited, for example for a disk.
         """

@@ -1,9 +1,10 @@
-"""Renderings of a conversation in which each message of the model is found where it was asked for.
+"""Renderings of a conversation that show each assistant message after the prompt it answers.
 
-If the template encloses the model's messages in ``{% generation %}``, what is enclosed counts, in
-one rendering. Otherwise a message is what a rendering up to it adds to the rendering before it with
-the generation prompt. Templates that change earlier text as a conversation goes on, such as those
-that drop the thoughts of earlier messages, need several renderings: each ends with one of them.
+If the template encloses assistant messages in ``{% generation %}``, the loss counts the enclosed
+text of one rendering. Otherwise the text of a message is found by comparing two renderings: up to
+the message, and before it with the generation prompt. Templates that change earlier text as a
+conversation goes on, such as by dropping the reasoning of earlier messages, need several
+renderings: each ends with one of the messages.
 """
 
 import dataclasses
@@ -17,16 +18,16 @@ from jaxinfra.errors import DataError
 ASSISTANT = "assistant"
 
 type Span = tuple[int, int]
-"""A range of characters: first, and first no more."""
+"""A range of characters: start, and end (exclusive)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rendering:
-    """A text of a conversation, and where in it the messages are that count."""
+    """Text of a conversation, and the character ranges that the loss counts."""
 
     text: str
     spans: list[Span]
-    num_unprompted: int = 0  # of these, those that begin otherwise than they are asked for
+    num_unprompted: int = 0  # spans that do not follow the template's generation prompt
 
 
 def turn_renderings(
@@ -36,14 +37,15 @@ def turn_renderings(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Rendering]:
-    """Renders a conversation such that each counted message is in exactly one text as it was asked
-    for: all in one if the template leaves earlier text as it is, else in as few as that takes.
+    """Renders a conversation as few texts, so that each counted message occurs in one of them after
+    its prompt. One text is enough if the template leaves earlier messages unchanged.
 
     Args:
-        counted: numbers of the messages that count, in order; all are the model's.
+        counted: indices of the assistant messages that the loss counts, in order.
 
     Raises:
-        DataError: the template refuses the messages, or marks other messages than there are.
+        DataError: the template refuses the messages, or its ``{% generation %}`` tags do not match
+            them.
     """
     whole, marks = template.render_marked(messages, tools=tools)
     if marks is not None:

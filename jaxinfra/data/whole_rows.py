@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from jaxinfra.config.data import Packing, TooLong
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.packing import permute, rows_of_epochs
-from jaxinfra.data.pieces import DocumentPieces, best_fit, next_fit, numbered, piece_rows
+from jaxinfra.data.pieces import DocumentPieces, best_fit, group_indices, next_fit, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.errors import DataError
 
@@ -24,11 +24,11 @@ _LOG = logging.getLogger(__name__)
 PACKING_VERSION = 1  # of the order of conversations, too
 PAIRS_VERSION = 1  # of the order below: another must not resume this one
 MOST_PAIRS = 32
-"""Most pairs in a row, which the loss of pairs reserves room for."""
+"""Largest number of pairs in a row; the loss of pairs allocates for this many."""
 
 
 def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
-    """Assigns both answers of each pair to one row, best-fit decreasing; sorted by place.
+    """Assigns both answers of each pair to one row, best-fit decreasing; sorted by row and column.
 
     Args:
         arrays: token arrays in which documents 2i and 2i + 1 are the answers of pair i.
@@ -59,7 +59,7 @@ def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
 def conversation_pieces(
     arrays: TokenArrays, *, sequence_length: int, packing: Packing, too_long: TooLong
 ) -> tuple[DocumentPieces, str]:
-    """Assigns each conversation to a row, from its first token, and reports those cut or dropped.
+    """Assigns each conversation, whole or cut at its end, to a row; logs those cut or dropped.
 
     A conversation is left out if no token counts in the part of it that is read.
 
@@ -156,7 +156,7 @@ class WholeRows:
 
     def _rows(self, epoch: int, index: np.ndarray) -> Batch[np.ndarray]:
         rows = self._order(epoch, index)
-        place, nth = numbered(self._bounds[rows + 1] - self._bounds[rows])
+        place, nth = group_indices(self._bounds[rows + 1] - self._bounds[rows])
         pieces = self._pieces.select(self._bounds[rows][place] + nth)
         pieces.row[:] = place
         return piece_rows(

@@ -88,7 +88,7 @@ class LoadedModel:
     tokenizer: Tokenizer  # of its vocabulary
     config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
     step: int | None  # of the run's checkpoint
-    prefix_ids: tuple[int, ...] | None = None  # begin a text; None: as documents here begin
+    prefix_ids: tuple[int, ...] | None = None  # put before a text; None: the tokenizer's bos_id
     placement: Placement | None = None  # None: wherever the arrays are
     # Of sampling, where nobody says: temperature, top_k and others of generation_config.json.
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)

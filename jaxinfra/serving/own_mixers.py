@@ -1,5 +1,5 @@
-"""Generation for models with a mixer of a user's own that has no pages for the engine: from the
-mixer's own state, or by computing the whole text again for each token.
+"""Generation for models with a user's own mixer that has no KV pages. It keeps the mixer's own
+state, or computes the whole text again for each token.
 
 Dims: B row, T token, S position, V vocabulary.
 """
@@ -47,7 +47,7 @@ def run(
 
     Raises:
         UnsupportedError: a sampling setting that needs an engine, or rows spread over devices.
-        DataError: a prompt without tokens, or without room in the model.
+        DataError: a prompt has no tokens, or more than the model has positions.
     """
     context = model.definition.config.max_positions
     for place, request in enumerate(requests):

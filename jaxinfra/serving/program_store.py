@@ -99,7 +99,7 @@ class ProgramStore:
         return None if data is None else json.loads(data)
 
     def note(self, name: str, value: Any) -> None:
-        """Writes a small JSON value that was measured of programs."""
+        """Writes a small JSON value, such as a program's measured memory, under a name."""
         self._write(name, json.dumps(value).encode())
 
     def _file(self, name: str) -> Path:

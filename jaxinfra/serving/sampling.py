@@ -167,10 +167,10 @@ class SamplingConfig:
     # Logits of the prompt's and drawn tokens are divided by it if positive, else multiplied (CTRL,
     # Keskar et al. 2019).
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0  # taken from logits of tokens drawn before
-    frequency_penalty: float = 0.0  # the same, as often as each was drawn
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id and what its logit is given
-    logprobs: int | None = None  # most likely tokens told beside the drawn one; None: nothing
+    presence_penalty: float = 0.0  # subtracted from logits of tokens sampled before
+    frequency_penalty: float = 0.0  # subtracted once for each time that a token was sampled
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, and what is added to its logit
+    logprobs: int | None = None  # most likely tokens to report per sample; None: none
 
     @classmethod
     def of(cls, *settings: Mapping[str, Any]) -> "SamplingConfig":
@@ -279,7 +279,7 @@ class SamplingNeeds:
     cuts: bool = False  # a row that is not greedy has top-k, top-p or min-p
     bias: bool = False
     penalties: bool = False  # takes a ``TokenHistory``
-    logprobs: int | None = None  # most likely tokens told; None: no log-probabilities
+    logprobs: int | None = None  # most likely tokens to report; None: no log-probabilities
 
     @classmethod
     def of(cls, configs: Iterable[SamplingConfig]) -> "SamplingNeeds":
@@ -371,7 +371,7 @@ class LogProbabilities:
 class Sampled:
     """One sampled token id per row, with log-probabilities if asked for."""
 
-    ids_B: Int[Array, "B"]  # int32; ``NO_TOKEN`` where there is nothing to draw from
+    ids_B: Int[Array, "B"]  # int32; ``NO_TOKEN`` if no token can be sampled
     logprobs: LogProbabilities | None  # where needed
     is_finite_B: Bool[Array, "B"]  # whether all of a row's logits were
 

@@ -157,7 +157,7 @@ class Trainer:
         self._profiler.before_step(step)
         batches = self._batches
         self._watch.begin_input(
-            step + 1, num_ready=batches.num_ready, busy_readers=batches.busy_share
+            step + 1, num_ready=batches.num_ready, busy_readers=batches.busy_fraction
         )
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             batch = self._stop.wait_for(functools.partial(next, self._batches))

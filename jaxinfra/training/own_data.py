@@ -123,7 +123,7 @@ class OwnBatches:
         say: prints a message.
     """
 
-    busy_share = 1.0
+    busy_fraction = 1.0
     num_ready = 0  # batches are made when they are asked for
 
     def __init__(

@@ -61,8 +61,8 @@ class TextStream:
         self.is_stopped = False
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Adds a token, and returns the text that is now final; sets ``is_stopped`` at a stop
-        string, if it may.
+        """Adds a token, and returns the text that is now final. A stop string sets ``is_stopped``,
+        unless ``may_stop`` is False.
         """
         text = "" if token in self._silent else self._decoder.push(token)
         return self._certain(text) if may_stop else text
@@ -96,7 +96,7 @@ _LOOKED_BACK = 4096  # tokens
 
 @final
 class NgramLookup:
-    """Drafts tokens from a request's own text: those that followed its last n-gram earlier.
+    """Drafts the tokens that followed an earlier occurrence of a request's last n-gram.
 
     Prompt look-up decoding (Saxena 2023): the longest match of 4 to 2 tokens is used.
     """
@@ -255,7 +255,7 @@ class Engine:
         )
 
     def attach(self, model: LoadedModel, draft: LoadedModel | None = None) -> None:
-        """Takes over the weights of models whose shapes the engine was made of."""
+        """Gives weights to an engine that was made from shapes only; the engine then owns them."""
         drafting = None if draft is None else draft.serving_decoder(consumes=True)
         self.runner.attach(model.serving_decoder(consumes=True), drafting)
 

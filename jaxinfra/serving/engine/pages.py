@@ -119,8 +119,8 @@ class PageAllocator:
         return page in self._suspect
 
     def unclean(self) -> list[int]:
-        """Returns pages to fill with zeros before the next step, each page once, even if held
-        again.
+        """Returns freed suspect pages, to fill with zeros before the next step, and forgets them.
+        Some may be allocated again already.
         """
         pages, self._unclean = self._unclean, []
         return pages
@@ -144,7 +144,7 @@ class PrefixMatch:
     """The cached pages that hold a sequence's first tokens, and how many tokens match."""
 
     pages: tuple[int, ...]
-    num_tokens: int  # the last page may hold more of them than these
+    num_tokens: int  # of the last page, maybe only the first tokens match
 
 
 @final
@@ -200,7 +200,7 @@ class PrefixTree:
     ) -> None:
         """Adds a sequence's full pages to the tree, and updates the list ``pages`` in place.
 
-        Where the tree has a page of the same tokens already, it replaces the sequence's own page.
+        If the tree already has a page of the same tokens, that page replaces the sequence's own.
 
         Args:
             tokens: the sequence's tokens whose keys and values are computed.
@@ -361,7 +361,7 @@ class HostPages:
         stream.saved = None
 
     def forget(self, page: int) -> None:
-        """Forgets a page that the prefix tree has given up: its contents may change soon."""
+        """Unlinks a page, which left the prefix tree, from its host slot: it may be overwritten."""
         slot = self._slots.pop(page, None)
         if slot is not None:
             del self._pages[slot]

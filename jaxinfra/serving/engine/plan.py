@@ -25,7 +25,7 @@ class SchedulerLimits:
     chunk_sizes: tuple[int, ...]  # tokens of a row that a call for prompts may have, ascending
     max_piece_rows: int  # rows of a call for prompts
     share_prefixes: bool = True
-    long_context: int | None = None  # beyond as many tokens keys are others (LongRoPE)
+    long_context: int | None = None  # tokens beyond which LongRoPE rotates keys differently
     num_drafts: int = 0  # tokens proposed by a draft model for each step
     num_host_pages: int = 0  # of preempted requests, kept by the host; 0: they are computed again
 

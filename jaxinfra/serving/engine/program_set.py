@@ -176,7 +176,7 @@ class ProgramSet:
 
     @property
     def progress(self) -> ProgramProgress:
-        """Progress of the background with the programs that it was asked for."""
+        """Progress of the background thread with the programs requested from it."""
         ready = self._num_wanted - len(self._waited)
         left = None
         if ready:
@@ -212,8 +212,8 @@ class ProgramSet:
                     report(number, len(keys))
 
     def close(self) -> None:
-        """Lets the background end after the programs that are being compiled, so that the process
-        can end.
+        """Stops the background thread after the programs that it is compiling, so that the process
+        can exit.
         """
         self._is_closed = True
 
@@ -234,10 +234,10 @@ class ProgramSet:
         threading.Thread(target=work, name="programs", daemon=True).start()
 
     def wait(self, keys: Sequence[ProgramKey], timeout_s: float | None = None) -> bool:
-        """Waits until the background has made these programs; False if the time is over before.
+        """Waits until the background thread has made these programs; False after the timeout.
 
         Raises:
-            Exception: what the background failed with.
+            Exception: the error of the background thread.
         """
         wanted = {*keys}
         with self._changed:

@@ -95,7 +95,7 @@ class ProgramConfig:
     """Static inputs of the compiled programs besides shapes: model definitions and vocabulary."""
 
     graphdef: nnx.GraphDef[Decoder]
-    num_ids: int  # ids from here on are never drawn
+    num_ids: int  # ids from here on are never sampled
     draft: nnx.GraphDef[Decoder] | None = None  # a smaller model of the same vocabulary
 
 
@@ -108,7 +108,7 @@ class DeviceState:
 
     pools: Pools
     draft_pools: Pools  # empty without a draft model
-    last_S: Int[Array, "S"]  # the token that each request drew last
+    last_S: Int[Array, "S"]  # the last token sampled in each slot
     masks_SW: UInt32[Array, "S W"]  # which ids a request's structure allows next
     history: TokenHistory  # of each slot, as far as its request has penalties
 

@@ -55,10 +55,10 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()  # strings; the text ends before them
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
-    adapter: str | None = None  # of the engine's; None: the model alone
+    adapter: str | None = None  # name in the engine's bank; None: the base model
     scores_prompt: bool = False  # with ``sampling.logprobs``: of the prompt's tokens too
     keeps_stop: bool = False  # the stop string that ends the text is part of it
-    min_tokens: int = 0  # before as many, stop strings end nothing
+    min_tokens: int = 0  # stop strings are ignored before this many tokens
     silent_ids: frozenset[int] = frozenset()  # tokens that add no text
     cache_salt: str | None = None  # requests of different salts share no pages
 
@@ -82,12 +82,12 @@ class RequestProgress(NamedTuple):
 
     request: int  # the number that ``submit`` gave
     tokens: tuple[int, ...] = ()
-    text: str = ""  # that is certain now; empty where the engine has no tokenizer
+    text: str = ""  # text that is final now; empty if the engine has no tokenizer
     end: EndReason | None = None  # set on the last one
     error: str | None = None  # with EndReason.ERROR
     num_cached: int = 0  # tokens of the prompt that were not computed again
     scores: tuple[TokenScore, ...] = ()  # of the tokens, where they were asked for
-    prompt_scores: tuple[TokenScore, ...] = ()  # on the first: of the prompt after its first token
+    prompt_scores: tuple[TokenScore, ...] = ()  # only in the first progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +95,8 @@ class HostCopy:
     """Host copy of a preempted request's first tokens: the host slots that store their pages."""
 
     slots: tuple[int, ...]
-    num_tokens: int  # the last page may be full of them or not
-    kind: Hashable  # of the request then
+    num_tokens: int  # the last page may be partly filled
+    kind: Hashable  # of the request when it was saved
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -105,14 +105,14 @@ class RequestStream:
 
     number: int  # order of arrival
     request: GenerationRequest
-    tokens: list[int]  # prompt and drawn, as far as known
+    tokens: list[int]  # prompt and sampled tokens that the host knows
     limit: int  # number of tokens, prompt included, at which the request ends
     kind: Hashable = None  # streams of different kinds share no pages
     pages: list[int] = dataclasses.field(default_factory=list)
     num_registered: int = 0  # pages at the front that are in the prefix tree
     num_finite: int = 0  # first pages whose keys and values are known to be finite
     computed: int = 0  # tokens whose keys and values steps have been dispatched for
-    pending: int = 0  # tokens drawn by steps that are not read yet
+    pending: int = 0  # tokens sampled by steps whose results are not read yet
     slot: int | None = None  # where the device keeps its last token; None: it is not running
     num_cached: int = 0
     saved: HostCopy | None = None  # host copy of its pages while it is preempted

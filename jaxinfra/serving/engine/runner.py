@@ -69,7 +69,7 @@ _OF_STATE_ALONE = ("copy", "restore", "mask", "history")
 class Dispatched:
     """A step that the device is computing; ``ModelRunner.read`` waits for its results."""
 
-    rows: list[tuple[list[PlannedRow], Any]]  # and what their call gave
+    rows: list[tuple[list[PlannedRow], Any]]  # rows of each call, and its results on the device
 
 
 @final
@@ -150,8 +150,8 @@ class ModelRunner:
         return _devices(self._shapes)[0]
 
     def memory_needs(self) -> MemoryNeeds:
-        """Compiles the largest programs, and returns the bytes of one device that all else needs
-        beside pages.
+        """Compiles the largest programs, and returns the bytes of one device that everything but
+        pages needs.
         """
         state = self._state_shapes
         pools = device_bytes(jax.tree.leaves((state.pools, state.draft_pools)))
@@ -163,7 +163,7 @@ class ModelRunner:
         )
 
     def attach(self, model: Decoder, draft: Decoder | None = None) -> None:
-        """Takes over the weights of models of the described shapes, and allocates the pools."""
+        """Takes weights of the shapes that the runner was made from, and allocates the pools."""
         weights = _weights(model, draft)
         found, expected = jax.tree.leaves(_shapes(weights)), jax.tree.leaves(self._shapes)
         assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]

@@ -84,13 +84,13 @@ class TokenRules:
 
 @final
 class AfterReasoning:
-    """A structure that holds from the end of an answer's reasoning on.
+    """Constraint that applies a structure only after an answer's reasoning has ended.
 
     Args:
-        begin_id: token that reasoning may begin with, instead of the structure; None: it may not.
-        end_ids: tokens that end it.
+        begin_id: token that begins reasoning, allowed as the first one; None: no reasoning.
+        end_ids: tokens that end the reasoning.
         eos_ids: end tokens, not sampled while reasoning goes on.
-        is_open: reasoning has begun already.
+        is_open: the prompt has begun the reasoning already.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ from jaxinfra.serving.engine.requests import (
 )
 from jaxinfra.serving.http.bodies import GenerationBody
 
-type Given = AsyncIterator[Sequence[tuple[int, RequestProgress]]]
-"""Indices of requests and their progress: at a time all that has come since the last."""
+type ProgressBatches = AsyncIterator[Sequence[tuple[int, RequestProgress]]]
+"""Lists of (request's index, progress): each has all progress since the list before it."""
 
 FINISH = {
     EndReason.EOS: "stop",
@@ -69,7 +69,7 @@ class ChoicePart:
 
     text: str = ""
     finish: str | None = None
-    prompt: tuple[int, ...] = ()  # tokens that are told before those drawn
+    prompt: tuple[int, ...] = ()  # prompt tokens that precede the sampled ones
     tokens: list[int] = dataclasses.field(default_factory=list)
     scores: list[TokenScore] = dataclasses.field(default_factory=list)
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
@@ -115,7 +115,7 @@ class AnswerForm:
         raise NotImplementedError
 
     def extra_fields(self) -> dict[str, Any]:
-        """Returns fields of the answer beside its choices; none by default."""
+        """Returns top-level fields of the answer besides its choices; none by default."""
         return {}
 
     def before(self, index: int) -> ChoicePart:
@@ -123,7 +123,9 @@ class AnswerForm:
         del index
         return ChoicePart()
 
-    async def at_once(self, requests: list[GenerationRequest], given: Given) -> dict[str, Any]:
+    async def at_once(
+        self, requests: list[GenerationRequest], given: ProgressBatches
+    ) -> dict[str, Any]:
         """Waits for all requests, and returns the whole answer's JSON body.
 
         Raises:
@@ -142,7 +144,7 @@ class AnswerForm:
         body = {"object": self.whole, "choices": choices, "usage": usage.body()}
         return self._head | body | self.extra_fields()
 
-    async def events(self, given: Given) -> AsyncIterator[bytes]:
+    async def events(self, given: ProgressBatches) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events: one per piece of text, then the end.
 
         Events of pieces that came at a time are yielded as one value, which is one write.
@@ -183,7 +185,7 @@ class AnswerForm:
     def prompt_logprobs(
         self, prompt: Sequence[int], part: ChoicePart
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """Returns ``prompt_logprobs`` as vLLM has them: of each token of the prompt, by its id."""
+        """Returns ``prompt_logprobs`` as in vLLM: per prompt token, log-probabilities by id."""
         most = self._body.prompt_logprobs or 0
         result: list[dict[str, dict[str, Any]] | None] = [None]
         for token, score in zip(prompt[1:], part.prompt_scores, strict=True):

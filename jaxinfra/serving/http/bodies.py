@@ -348,7 +348,7 @@ class ChatBody(GenerationBody):
 
 
 def chat_body(given: Mapping[str, Any]) -> ChatBody:
-    """Makes the chat request that a request of another API amounts to.
+    """Makes the chat request that is equivalent to these fields of another API's request.
 
     Raises:
         DataError: a setting is invalid.

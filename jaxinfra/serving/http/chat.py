@@ -1,4 +1,4 @@
-"""Conversations: rendered by the model's chat template; answers read for calls and reasoning."""
+"""Renders conversations by the model's chat template, and says how answers are parsed."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,15 +32,15 @@ _LAST_TOKENS = 16  # of a prompt, in which reasoning may be opened
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTurn:
-    """A rendered conversation, and how the model's answer to it is read and limited."""
+    """A rendered conversation, and how the model's answer to it is parsed and constrained."""
 
     prompt: tuple[int, ...]
     form: ToolForm | None = None  # of calls to look for
     schemas: Schemas = dataclasses.field(default_factory=dict)
     thinking: tuple[str, str] | None = None  # marks of reasoning to look for
-    is_open: bool = False  # the prompt ends with the first of these
+    is_open: bool = False  # the prompt ends with the mark that begins reasoning
     only_one: bool = False  # the answer has one call at most
-    must_call: bool = False  # the structure is that of calls
+    must_call: bool = False  # ``structure`` is the grammar of tool calls
     structure: tuple[StructureKind, str] | None = None  # of the answer after its reasoning
 
     def parser(self) -> AnswerParser:
@@ -49,7 +49,7 @@ class ChatTurn:
 
     @property
     def marks(self) -> set[str]:
-        """Texts in the answer that its parser needs."""
+        """Texts around calls and reasoning that the parser looks for."""
         return {*(self.thinking or ()), *(marks_of(self.form) if self.form else ())}
 
 
@@ -57,7 +57,7 @@ class ChatTurn:
 class Chat:
     """The chat template of a model, and the forms of its tool calls and its reasoning.
 
-    ``refusal`` says why there is no chat; it is empty if there is.
+    ``refusal`` says why the model cannot chat; it is empty if it can.
 
     Args:
         path: the model's directory.
@@ -94,7 +94,7 @@ class Chat:
 
     @property
     def parsing_summary(self) -> str:
-        """Text that says how answers are read, to append to a line; empty without a template."""
+        """Suffix of a log line that says how answers are parsed; empty without a template."""
         if self.refusal:
             return ""
         calls = "stay text" if self.form is None else f"are read as {self.form.name}"
@@ -115,7 +115,7 @@ class Chat:
 
         Args:
             settings: variables of the template, which must read them.
-            hints: variables for a template that reads them.
+            hints: variables of the template; those that it does not read are ignored.
             given: further arguments of ``ChatTemplate.encode``.
         """
         if self._template is None:
@@ -128,10 +128,10 @@ class Chat:
         return tuple(template.encode(self._tokenizer, messages, tools=tools, **given))
 
     def turn(self, body: ChatBody, hints: Mapping[str, Any]) -> ChatTurn:
-        """Renders a request's conversation, and says how its answer is read and limited.
+        """Renders a request's conversation, and says how its answer is parsed and constrained.
 
         Args:
-            hints: variables for a chat template that reads them.
+            hints: variables of the chat template; those that it does not read are ignored.
 
         Raises:
             ConfigError: the request's tools or structure cannot be enforced.
@@ -184,7 +184,7 @@ class Chat:
         return StructureKind.GRAMMAR, grammar
 
     def constraint(self, turn: ChatTurn, compiler: GrammarCompiler) -> Constraint | None:
-        """Makes the limit of an answer with a structure, which holds after any reasoning."""
+        """Makes the constraint of an answer's structure, which applies after any reasoning."""
         if turn.structure is None:
             return None
         inner = compiler.compile(*turn.structure)

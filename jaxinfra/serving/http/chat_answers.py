@@ -59,7 +59,7 @@ class ChatForm(AnswerForm):
         return waiting + last
 
     def extra_fields(self) -> dict[str, Any]:
-        """Returns fields of the answer beside its choices: what was asked for of the prompt."""
+        """Returns the prompt's tokens and log-probabilities, if the request asked for them."""
         body, (prompt,), fields = self._body, self._prompts, {}
         if body.return_token_ids:
             fields["prompt_token_ids"] = prompt

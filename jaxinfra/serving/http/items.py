@@ -1,6 +1,6 @@
 """An answer as a list of items: texts, reasoning and calls, which open, grow and close as it comes.
 
-Chat completions, Responses and Messages are three spellings of this list.
+Chat completions, Responses and Messages are three formats of this list.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, Reque
 from jaxinfra.serving.http.answers import (
     FINISH,
     GenerationFailedError,
-    Given,
+    ProgressBatches,
     Usage,
     event,
 )
@@ -27,7 +27,7 @@ _CALL_ID_LENGTH = 24
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class AnswerItem:
-    """A text, reasoning or a call of an answer, with what of it has come."""
+    """One item of an answer: a text, reasoning or a tool call, as far as it is generated."""
 
     kind: PieceKind  # TEXT, REASONING or CALL
     index: int  # among the answer's items
@@ -55,7 +55,7 @@ class ItemChange(NamedTuple):
 
 @final
 class AnswerItems:
-    """Collects one answer's items from its text while it comes."""
+    """Collects one answer's items from its text while it is generated."""
 
     def __init__(self, turn: ChatTurn):
         self._parser, self._only_one = turn.parser(), turn.only_one
@@ -180,7 +180,7 @@ class ItemsForm:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ended before the model ended it."""
+        """Whether a length limit ended the answer before the model did."""
         return self.end in (EndReason.LENGTH, EndReason.CONTEXT)
 
     def take(self, progress: RequestProgress) -> list[ItemChange]:
@@ -190,7 +190,9 @@ class ItemsForm:
         finish = None if progress.end is None else FINISH[progress.end]
         return self.items.take(progress.text, finish)
 
-    async def at_once(self, requests: list[GenerationRequest], given: Given) -> dict[str, Any]:
+    async def at_once(
+        self, requests: list[GenerationRequest], given: ProgressBatches
+    ) -> dict[str, Any]:
         """Waits for the answer, and returns its JSON body.
 
         Raises:
@@ -204,7 +206,7 @@ class ItemsForm:
                 self.take(progress)
         return self.body()
 
-    async def events(self, given: Given) -> AsyncIterator[bytes]:
+    async def events(self, given: ProgressBatches) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events; those that came at a time as one value."""
         yield b"".join(self.begin())
         async for arrived in given:

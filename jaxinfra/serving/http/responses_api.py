@@ -25,7 +25,7 @@ from jaxinfra.serving.tools.reader import PieceKind
 
 
 class UnknownResponseError(JaxinfraError):
-    """A request names a response that is not kept."""
+    """A request names a response that is not stored."""
 
 
 class FunctionDeclaration(Setting):
@@ -235,7 +235,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeptResponse:
-    """A response that is kept: its body, and the conversation with it, without instructions."""
+    """A stored response: its body, input, and the conversation with it, without instructions."""
 
     body: Mapping[str, Any]
     items: list[dict[str, Any]]  # its input
@@ -244,7 +244,7 @@ class KeptResponse:
 
 @final
 class KeptResponses:
-    """The last responses, for requests that go on with them; safe to use from several threads.
+    """Store of the last responses, which later requests may continue; thread-safe.
 
     Args:
         most: number of responses that are kept; 0: none.
@@ -256,7 +256,7 @@ class KeptResponses:
         self._kept: collections.OrderedDict[str, KeptResponse] = collections.OrderedDict()
 
     def keep(self, response: KeptResponse) -> None:
-        """Keeps a response, and drops the oldest ones beyond the most."""
+        """Stores a response, and drops the oldest if there are more than ``most``."""
         with self._lock:
             self._kept[response.body["id"]] = response
             while len(self._kept) > self.most:

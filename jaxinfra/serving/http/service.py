@@ -260,7 +260,7 @@ class Service:
 
         Args:
             scores_prompt: the prompt's tokens are scored too.
-            turn: the conversation that the only prompt is of; None: prompts are plain texts.
+            turn: the conversation of the single prompt; None: prompts are plain texts.
 
         Raises:
             DataError, ConfigError: a request is invalid; the message has the numbers.

@@ -34,7 +34,7 @@ class EngineFailedError(JaxinfraError):
 class ServeOptions:
     """All options of a server: the model's path and name, engine, address and limits."""
 
-    path: Path  # where the model lies
+    path: Path  # directory of the model
     name: str
     engine: EngineOptions
     server: ServerOptions
@@ -92,8 +92,8 @@ def serve(
 
     Args:
         model: the model to serve; the engine takes over its weights.
-        read: reads the weights of the model and the draft model, which then are shapes; programs
-            are made meanwhile.
+        read: reads the weights, if ``model`` and ``draft`` have only shapes; programs compile
+            meanwhile.
         draft: a smaller model with the same tokenizer, which drafts tokens.
         bank: LoRA adapters that clients may request in place of the model.
         cluster: the job whose processes hold shards of the model; all but the first call

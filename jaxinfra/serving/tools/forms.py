@@ -27,7 +27,7 @@ class ToolForm:
     opened: str = ""  # before all calls
     separator: str = ""  # between calls
     closed: str = ""  # after all calls
-    field: tuple[str, str, str] | None = None  # before a value (of KEY), after, between arguments
+    field: tuple[str, str, str] | None = None  # before a value (of KEY), after, between values
     quotes_text: bool = True  # whether values that are strings have quotes, with ``field``
     writes_one: bool = False  # an answer has one call
     reads_reasoning: bool = False  # the parser tells reasoning from text itself
@@ -132,7 +132,7 @@ _FORMS = (
     ),
 )
 TOOL_FORMS: Mapping[str, ToolForm] = {form.name: form for form in _FORMS}
-"""Forms by name, those whose marks include another's first."""
+"""Forms by name; a form whose marks include another form's comes before it."""
 
 THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Texts that reasoning begins and ends with, outside of harmony."""

@@ -1,7 +1,7 @@
-"""Reads an answer's text while it comes: parsers are generators that wait for more text.
+"""Parses an answer's text while it is generated: parsers are generators that wait for more text.
 
-A parser takes text from the front of a ``TextReader`` and tells pieces. Text that fits no form is
-told as it is, so none is lost; white space next to a marker belongs to the marker.
+A parser takes text from the front of a ``TextReader`` and emits pieces. Text that fits no form is
+emitted unchanged, so none is lost; white space next to a marker belongs to the marker.
 """
 
 import enum
@@ -85,7 +85,7 @@ class JsonScan:
 
 @final
 class TextReader:
-    """Text of an answer that has come and is not read yet, and the pieces read from it."""
+    """Unparsed text of an answer so far, and the pieces parsed from it."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -120,7 +120,7 @@ class TextReader:
         return taken
 
     def until(self, marks: Sequence[str], kind: PieceKind) -> Reading[str]:
-        """Tells text up to a marker, which it removes and returns; at the end it returns ""."""
+        """Emits the text up to the next marker; returns the marker, or "" at the end."""
         while True:
             found = [(at, mark) for mark in marks if (at := self.text.find(mark)) >= 0]
             if found:
@@ -162,9 +162,9 @@ class TextReader:
                 return ""
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """Removes what a pattern matches at the front; None once it can match no more.
+        """Removes a pattern's match from the front; returns None if no further text can match.
 
-        The pattern must end in what decides the match, for instance a look-ahead.
+        The pattern must end with what ends the match, for instance a look-ahead.
         """
         while (found := pattern.match(self.text)) is None:
             if len(self.text) > _LONGEST_HEADER or not (yield from self.more()):
@@ -173,7 +173,7 @@ class TextReader:
         return found
 
     def arguments(self) -> Reading[bool]:
-        """Tells the JSON value that comes next as a call's arguments; False if it is not whole.
+        """Emits the next JSON value as a call's arguments; returns False if it is incomplete.
 
         A string is taken as the arguments' JSON text, as some models write it.
         """
@@ -197,7 +197,7 @@ class TextReader:
                 return False
 
     def json_call(self) -> Reading[bool]:
-        """Tells the call that comes next as ``{"name": ..., "arguments": {...}}``.
+        """Emits the call that comes next as ``{"name": ..., "arguments": {...}}``.
 
         Returns False, and leaves the text, if there is none.
         """
@@ -275,7 +275,7 @@ _DONE = object()
 
 @final
 class AnswerParser:
-    """Splits one answer into text, reasoning and tool calls while it comes."""
+    """Splits one answer into text, reasoning and tool calls while it is generated."""
 
     def __init__(self, parser: AnswerSyntax):
         self._reader = TextReader()
