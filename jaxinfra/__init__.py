@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jaxinfra.config.model import MlpConfig as MlpConfig
     from jaxinfra.config.model import ModelConfig as ModelConfig
     from jaxinfra.config.model import NormConfig as NormConfig
+    from jaxinfra.config.model import QueryScaling as QueryScaling
     from jaxinfra.config.model import Stack as Stack
     from jaxinfra.config.optimizer import MuonConfig as MuonConfig
     from jaxinfra.config.optimizer import OptimizerConfig as OptimizerConfig
@@ -125,6 +126,7 @@ _PUBLIC = {
         "MlpConfig",
         "ModelConfig",
         "NormConfig",
+        "QueryScaling",
         "Stack",
     ),
     "jaxinfra.config.optimizer": (

@@ -238,7 +238,7 @@ def form_of_part(form: WeightFormat, tensor: Tensor, part: Part) -> WeightFormat
     """Returns the weight format of our part of a fused tensor that is stored in ``form``. If the
     part begins or ends inside a block of outputs, its blocks are smaller.
     """
-    if form.group_columns > 1 and (tensor.interleaved or part.start % form.group_columns):
+    if form.group_columns > 1 and (tensor.groups > 1 or part.start % form.group_columns):
         return dataclasses.replace(form, group_columns=1)
     return form
 

@@ -209,6 +209,9 @@ def assemble_rows(
     source: ParameterSource, tensor: Tensor, *, piece_elements: int
 ) -> Iterator[np.ndarray]:
     """Assembles one tensor of files in pieces of whole rows, about ``piece_elements`` each."""
+    if tensor.groups > 1 and tensor.fused_dim == 0:
+        yield assemble(source, tensor)
+        return
     # Fused along another dim, every row has elements of all parts.
     groups = [tensor.parts] if tensor.fused_dim > 0 else [(part,) for part in tensor.parts]
     for parts in groups:

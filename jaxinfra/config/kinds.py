@@ -1,4 +1,4 @@
-"""Kinds of norms and of feed-forward layers."""
+"""Kinds of norms, of blocks and of feed-forward layers."""
 
 import enum
 
@@ -15,6 +15,23 @@ class NormPlacement(enum.StrEnum):
 
     PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
     SANDWICH = "sandwich"  # x + norm(f(norm(x))): Gemma-2
+    POST = "post"  # x + norm(f(x)): OLMo 2
+
+
+class Branches(enum.StrEnum):
+    """Inputs of a block's two layers, whose outputs are both added to the residual stream."""
+
+    SEQUENTIAL = "sequential"  # the feed-forward layer reads the sum of x and the mixer's output
+    PARALLEL = "parallel"  # both read x, each by a norm of its own: GPT-NeoX
+    SHARED_NORM = "shared_norm"  # both read one norm's output: GPT-J, Cohere
+
+
+class QkNormOver(enum.StrEnum):
+    """Elements that a norm of queries and keys takes together, and the shape of its scale."""
+
+    HEAD = "head"  # one head; all heads share a scale [head_dim]: Qwen3
+    EACH_HEAD = "each_head"  # one head; a scale [heads, head_dim]: Cohere
+    ALL_HEADS = "all_heads"  # all heads of a token; a scale [heads, head_dim]: OLMo 2
 
 
 class MlpKind(enum.StrEnum):
@@ -26,8 +43,14 @@ class MlpKind(enum.StrEnum):
     SWIGLU_CLAMPED = "swiglu_clamped"  # (up + 1) gate sigmoid(1.702 gate), both clamped: gpt-oss
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"  # GPT-2
+    RELU = "relu"  # OPT
+    RELU_SQUARED = "relu_squared"  # relu(x)^2 (So et al. 2021): Nemotron
+    XIELU = "xielu"  # with two learned numbers per layer (Huang and Schlag 2024): Apertus
 
     @property
     def gated(self) -> bool:
         """Whether the layer has a gate projection beside the up projection."""
-        return self not in (MlpKind.GELU, MlpKind.GELU_TANH)
+        return self in _GATED
+
+
+_GATED = (MlpKind.SWIGLU, MlpKind.GEGLU, MlpKind.GEGLU_TANH, MlpKind.SWIGLU_CLAMPED)

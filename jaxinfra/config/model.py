@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxinfra import axes
 from jaxinfra.config.cache import CachedArray, CacheSpec
-from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
+from jaxinfra.config.kinds import Branches, MlpKind, NormKind, NormPlacement, QkNormOver
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeConfig, check_rope
@@ -23,12 +23,33 @@ class NormConfig:
     kind: NormKind = NormKind.RMS  # root mean square, or layer norm
     epsilon: float = 1e-5  # added to the mean square or variance
     bias: bool = False  # a learned bias beside the scale
+    scale: bool = True  # a learned scale; OLMo 1 and the norm of Llama 4's heads have none
     scale_offset: float = 0.0  # Gemma multiplies by (1 + scale): 1.0
     function: str | None = None  # your own norm by name (jaxinfra.part): (x, epsilon) -> x
 
     def __post_init__(self) -> None:
         if self.epsilon <= 0.0:
             raise ConfigError(f"norm epsilon={self.epsilon} must be positive: zeros divide by it")
+        if not self.scale and self.bias:
+            raise ConfigError("a norm with bias and without scale: no layer here has one")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QueryScaling:
+    """Growth of queries with their positions: 1 + rate * ln(1 + floor((position + first) / every)).
+
+    Examples:
+        >>> jaxinfra.QueryScaling(rate=0.1, every=8192, first=1)  # Llama 4's
+        QueryScaling(rate=0.1, every=8192, first=1)
+    """
+
+    rate: float  # factor of the logarithm
+    every: int  # positions between two values
+    first: int = 0  # what the number of a sequence's first position is
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"query_scaling every={self.every} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +69,19 @@ class GroupedAttentionConfig:
     window: int | None = None  # a query sees itself and the window-1 tokens before it
     logit_soft_cap: float | None = None  # cap * tanh(score / cap): Gemma-2
     scale: float | None = None  # multiplies scores; None: head_dim^-0.5
-    qk_norm: NormConfig | None = None  # over head_dim, before rotary: Qwen3
+    qk_norm: NormConfig | None = None  # norm of queries and keys: Qwen3
+    qk_norm_over: QkNormOver = QkNormOver.HEAD  # elements that the norm takes together
+    qk_norm_after_rope: bool = False  # normalize after the rotation: Hunyuan, Llama 4
     qkv_bias: bool = False  # biases of queries, keys, values
     out_bias: bool = False  # bias of the output projection
     sinks: bool = False  # a learned score per head, in the softmax but without a value: gpt-oss
+    qkv_clip: float | None = None  # queries, keys and values are clipped to +- this: OLMo, MPT
+    out_gate: bool = False  # heads' results are multiplied by sigmoid(projection of x): Qwen3-Next
+    query_scaling: QueryScaling | None = None  # of queries by position: Llama 4, Ministral 3
+    chunk: int | None = None  # a query sees only keys of its own chunk of positions: Llama 4
+    # A number per head that multiplies the distance to a key, subtracted from scores (ALiBi,
+    # Press et al. 2022): BLOOM, MPT.
+    distance_slopes: tuple[float, ...] | None = None
     # Your own attention by name (jaxinfra.part): (q, k, v, *, mask, distance) -> out.
     function: str | None = None
 
@@ -69,10 +99,26 @@ class GroupedAttentionConfig:
             check_rope(self.rope, head_dim=self.head_dim)
         _check_window(self.window)
         _check_cap(self.logit_soft_cap)
-        if self.function is not None and (self.sinks or self.logit_soft_cap or self.scale):
+        self._check_extras()
+
+    def _check_extras(self) -> None:
+        own = (self.sinks, self.logit_soft_cap, self.scale, self.chunk, self.distance_slopes)
+        if self.function is not None and any(own):
             raise ConfigError(
-                f"function={self.function!r} computes the attention: sinks, logit_soft_cap and "
-                "scale are its own affair; leave them out"
+                f"function={self.function!r} computes the attention: sinks, logit_soft_cap, scale, "
+                "chunk and distance_slopes are its own affair; leave them out"
+            )
+        if self.qkv_clip is not None and self.qkv_clip <= 0.0:
+            raise ConfigError(f"qkv_clip={self.qkv_clip} must be positive, or none")
+        if self.chunk is not None and (self.chunk < 1 or self.window is not None):
+            raise ConfigError(
+                f"chunk={self.chunk} with window={self.window}: a chunk has at least 1 position, "
+                "and a layer has one of the two"
+            )
+        slopes = self.distance_slopes
+        if slopes is not None and len(slopes) != self.num_q_heads:
+            raise ConfigError(
+                f"distance_slopes has {len(slopes)} numbers for num_q_heads={self.num_q_heads}"
             )
 
     @property
@@ -233,6 +279,10 @@ class ExpertsConfig:
                 f"experts of hidden_dim={self.hidden_dim} and shared_hidden_dim="
                 f"{self.shared_hidden_dim}: the first must be at least 1, the second at least 0"
             )
+        if self.kind is MlpKind.XIELU:
+            raise ConfigError(
+                "kind=xielu has learned numbers, which experts do not; choose another"
+            )
         if self.shared_gate and not self.shared_hidden_dim:
             raise ConfigError("shared_gate scales a shared expert; set shared_hidden_dim")
         check_choice(self.routing, num_experts=self.num_experts, top_k=self.top_k)
@@ -250,7 +300,7 @@ type FeedForwardConfig = MlpConfig | ExpertsConfig | OwnFeedForward
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockConfig:
-    """One transformer block: mixer, then feed-forward layer, each on a residual branch.
+    """One transformer block: a mixer and a feed-forward layer, each on a residual branch.
 
     Examples:
         >>> mixer = jaxinfra.GroupedAttentionConfig(
@@ -261,9 +311,32 @@ class BlockConfig:
     """
 
     mixer: MixerConfig  # mixes the positions of a sequence
-    feed_forward: FeedForwardConfig  # acts on each position alone
+    feed_forward: FeedForwardConfig | None  # acts on each position alone; None: only the mixer
     norm: NormConfig = NormConfig()  # norm of both layers
-    norm_placement: NormPlacement = NormPlacement.PRE  # before each layer, or before and after
+    norm_placement: NormPlacement = NormPlacement.PRE  # before each layer, after it, or both
+    branches: Branches = Branches.SEQUENTIAL  # what the feed-forward layer reads
+    residual_scale: float = 1.0  # multiplies what each layer adds to the stream: Granite
+
+    def __post_init__(self) -> None:
+        is_parallel = self.branches is not Branches.SEQUENTIAL
+        if is_parallel and (
+            self.norm_placement is not NormPlacement.PRE or self.feed_forward is None
+        ):
+            raise ConfigError(
+                f"branches={self.branches} with norm_placement={self.norm_placement} and "
+                f"feed_forward={'none' if self.feed_forward is None else 'given'}: layers side by "
+                "side are two, and normalized before (norm_placement=pre)"
+            )
+        if self.residual_scale <= 0.0:
+            raise ConfigError(f"residual_scale={self.residual_scale} must be positive")
+
+    @property
+    def num_norms(self) -> int:
+        """Number of norms of the residual stream or of what is added to it."""
+        if self.branches is Branches.SHARED_NORM:
+            return 1
+        per_layer = 2 if self.norm_placement is NormPlacement.SANDWICH else 1
+        return per_layer * (1 if self.feed_forward is None else 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,8 +390,12 @@ class ModelConfig:
     stacks: tuple[Stack, ...]  # the layers
     tie_embeddings: bool  # the output projection is the token embedding table
     learned_positions: bool = False  # a learned position embedding table: GPT-2
+    position_offset: int = 0  # rows of that table before position 0's: OPT has 2
     embedding_scale: float = 1.0  # multiplies token embeddings; Gemma: sqrt(model_dim)
+    embedding_norm: NormConfig | None = None  # norm of the embeddings: BLOOM
     final_norm: NormConfig = NormConfig()  # before the logits
+    logit_scale: float = 1.0  # multiplies the final norm's output, and so logits: Cohere, Granite
+    logit_bias: bool = False  # a learned number beside each token's logit: Phi, GPT-J
     logit_soft_cap: float | None = None  # cap * tanh(logit / cap): Gemma-2
     dropout_rate: float = 0.0  # on embeddings and residual branches, in training only
     # Weights are sampled from N(0, init_std); projections back into the residual stream from
@@ -342,6 +419,13 @@ class ModelConfig:
         if self.init_std <= 0.0:
             raise ConfigError(f"init_std={self.init_std} must be positive: zeros never learn")
         _check_cap(self.logit_soft_cap)
+        if self.logit_scale <= 0.0:
+            raise ConfigError(f"logit_scale={self.logit_scale} must be positive")
+        if self.position_offset < 0 or (self.position_offset and not self.learned_positions):
+            raise ConfigError(
+                f"position_offset={self.position_offset}: rows of a learned table before the first "
+                "position's; it needs learned_positions=true and is not negative"
+            )
 
     @property
     def num_layers(self) -> int:

@@ -8,6 +8,7 @@ from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.model import (
     ExpertsConfig,
+    FeedForwardConfig,
     GroupedAttentionConfig,
     LatentAttentionConfig,
     ModelConfig,
@@ -32,7 +33,7 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
         # Layers that do not divide over the stages are stored there split by width.
         sharded.append(("model_dim", model.model_dim, "fsdp x pipe", mesh.fsdp * mesh.pipe))
     for block in model.blocks:
-        sizes = block.mixer.tensor_sizes | block.feed_forward.tensor_sizes
+        sizes = block.mixer.tensor_sizes | _sizes(block.feed_forward)
         sharded += [(name, size, "tensor", mesh.tensor) for name, size in sizes.items()]
         if isinstance(block.feed_forward, ExpertsConfig):
             sharded.append(("num_experts", block.feed_forward.num_experts, EXPERT, mesh.expert))
@@ -45,6 +46,10 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
                 f"{name}={size} does not divide over {axis}={shards}; "
                 f"choose a {axis} size that divides it"
             )
+
+
+def _sizes(feed_forward: FeedForwardConfig | None) -> dict[str, int]:
+    return {} if feed_forward is None else feed_forward.tensor_sizes
 
 
 def _check_experts(model: ModelConfig, mesh: MeshConfig) -> None:
@@ -242,6 +247,13 @@ def _validate_context(run: RunConfig) -> None:
         raise ConfigError(
             f"context={mesh.context} with attention sinks: parts of a softmax are merged without "
             "them; use fsdp and tensor instead"
+        )
+    if any(
+        isinstance(m, GroupedAttentionConfig) and (m.chunk or m.distance_slopes) for m in mixers
+    ):
+        raise ConfigError(
+            f"context={mesh.context} with chunks or distance slopes of attention: parts of a "
+            "sequence are merged without them; use fsdp instead"
         )
     if training.context_method is ContextMethod.ULYSSES:
         for block in run.model.blocks:

@@ -7,37 +7,56 @@ from typing import Any, NamedTuple
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.routing import BalanceConfig
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.hf import deepseek, families, sparse
+from jaxinfra.hf import deepseek, families, sparse, weights
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.quantization import Quantization, read_quantization
 from jaxinfra.runtime.files import is_of_type
 
 
 class Family(NamedTuple):
-    """One architecture: its name, and the reader and writer of its configs."""
+    """One architecture: its name, the reader and writer of its configs, its weights."""
 
     architecture: str
     read: Callable[[Keys], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
+    weights: weights.WeightTable
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", families.read_llama, families.write_llama),
-    "mistral": Family("MistralForCausalLM", families.read_mistral, families.write_mistral),
-    "qwen2": Family("Qwen2ForCausalLM", families.read_qwen2, families.write_qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", families.read_qwen3, families.write_qwen3),
-    "gemma2": Family("Gemma2ForCausalLM", families.read_gemma2, families.write_gemma2),
-    "phi3": Family("Phi3ForCausalLM", families.read_phi3, families.write_phi3),
-    "gpt2": Family("GPT2LMHeadModel", families.read_gpt2, families.write_gpt2),
-    "mixtral": Family("MixtralForCausalLM", sparse.read_mixtral, sparse.write_mixtral),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", sparse.read_qwen2_moe, sparse.write_qwen2_moe),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", sparse.read_qwen3_moe, sparse.write_qwen3_moe),
-    "gpt_oss": Family("GptOssForCausalLM", sparse.read_gpt_oss, sparse.write_gpt_oss),
+    "llama": Family("LlamaForCausalLM", families.read_llama, families.write_llama, weights.LLAMA),
+    "mistral": Family(
+        "MistralForCausalLM", families.read_mistral, families.write_mistral, weights.LLAMA
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", families.read_qwen2, families.write_qwen2, weights.LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", families.read_qwen3, families.write_qwen3, weights.LLAMA),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", families.read_gemma2, families.write_gemma2, weights.GEMMA2
+    ),
+    "phi3": Family("Phi3ForCausalLM", families.read_phi3, families.write_phi3, weights.PHI3),
+    "gpt2": Family("GPT2LMHeadModel", families.read_gpt2, families.write_gpt2, weights.GPT2),
+    "mixtral": Family(
+        "MixtralForCausalLM", sparse.read_mixtral, sparse.write_mixtral, weights.MIXTRAL
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", sparse.read_qwen2_moe, sparse.write_qwen2_moe, weights.QWEN_MOE
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", sparse.read_qwen3_moe, sparse.write_qwen3_moe, weights.QWEN_MOE
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", sparse.read_gpt_oss, sparse.write_gpt_oss, weights.GPT_OSS
+    ),
     "deepseek_v2": Family(
-        "DeepseekV2ForCausalLM", deepseek.read_deepseek_v2, deepseek.write_deepseek_v2
+        "DeepseekV2ForCausalLM",
+        deepseek.read_deepseek_v2,
+        deepseek.write_deepseek_v2,
+        weights.DEEPSEEK,
     ),
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", deepseek.read_deepseek_v3, deepseek.write_deepseek_v3
+        "DeepseekV3ForCausalLM",
+        deepseek.read_deepseek_v3,
+        deepseek.write_deepseek_v3,
+        weights.DEEPSEEK,
     ),
 }
 """Readers by ``model_type``, in the order in which an export looks for one that says the model."""

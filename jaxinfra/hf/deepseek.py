@@ -20,7 +20,7 @@ from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import yarn_temperature
-from jaxinfra.hf.shared import decoder_config, decoder_keys, routed, routes
+from jaxinfra.hf.shared import decoder_config, decoder_keys, mlp_kind, routed, routes
 
 _IGNORED = (
     *("seq_aux", "aux_loss_alpha", "output_router_logits", "router_aux_loss_coef"),
@@ -101,7 +101,7 @@ def _read(
         num_experts=keys.named("n_routed_experts", "num_local_experts", "num_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=expert_dim,
-        kind=dense.blocks[0].feed_forward.kind,
+        kind=mlp_kind(dense),
         routing=routing,
         shared_hidden_dim=expert_dim * keys.integer("n_shared_experts", 0),
     )

@@ -157,7 +157,7 @@ def read_phi3(keys: Keys) -> ModelConfig:
         windows=(keys.integer("sliding_window", None),),
         partial_rotary=True,
         original_max_positions=4096,
-        dropout_rate=keys.number("resid_pdrop", 0.0),
+        model={"dropout_rate": keys.number("resid_pdrop", 0.0)},
     )
 
 
@@ -196,11 +196,13 @@ def read_gemma2(keys: Keys) -> ModelConfig:
         out_bias=bias,
         scale=keys.number("query_pre_attn_scalar") ** -0.5,
         logit_soft_cap=keys.number("attn_logit_softcapping", None),
-        logit_cap=keys.number("final_logit_softcapping", None),
-        norm_offset=1.0,
-        norm_placement=NormPlacement.SANDWICH,
-        embedding_scale=keys.integer("hidden_size") ** 0.5,
+        norm=NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0),
         tied_by_default=True,
+        block={"norm_placement": NormPlacement.SANDWICH},
+        model={
+            "embedding_scale": keys.integer("hidden_size") ** 0.5,
+            "logit_soft_cap": keys.number("final_logit_softcapping", None),
+        },
     )
 
 

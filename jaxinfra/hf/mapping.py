@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.errors import ConfigError
+from jaxinfra.hf.config import FAMILIES
 from jaxinfra.hf.tensor_layout import Index, TensorLayout, parse_layout
-from jaxinfra.hf.weights import WEIGHTS, Rule, WeightTable
+from jaxinfra.hf.weights import Rule, WeightTable
 from jaxinfra.model.definition import Parameters, by_path
 
 
@@ -22,44 +23,56 @@ class Part:
     path: str
     index: tuple[int, ...]  # layer in the stacked parameter, and expert if it has its own tensor
     layout: TensorLayout
-    start: int  # offset along the tensor's fused dim; for interleaved parts, the part's number
+    start: int  # offset along the tensor's fused dim, within a group if it has several
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """A Hugging Face tensor: parts of our parameters, joined or interleaved along a dim."""
+    """A Hugging Face tensor: parts of our parameters, joined along a dim.
+
+    With several groups, the dim is cut into equal groups, each of which has rows of every part.
+    """
 
     name: str
     shape: tuple[int, ...]
     fused_dim: int
     parts: tuple[Part, ...]
-    interleaved: bool = False
+    groups: int = 1
 
     def fused(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Joins parts, already in Hugging Face layout, to the tensor or to some of its rows."""
         if len(parts) == 1:
             return parts[0]
-        if not self.interleaved:
-            return np.concatenate(parts, axis=self.fused_dim)
-        shape = list(parts[0].shape)
-        shape[self.fused_dim] *= len(parts)
-        return np.stack(parts, axis=self.fused_dim + 1).reshape(shape)
+        dim = self.fused_dim
+        total = sum(part.shape[dim] for part in parts)
+
+        def grouped(part: np.ndarray) -> np.ndarray:
+            return part.reshape(*part.shape[:dim], self.groups, -1, *part.shape[dim + 1 :])
+
+        joined = np.concatenate(list(map(grouped, parts)), axis=dim + 1)
+        return joined.reshape(*parts[0].shape[:dim], total, *parts[0].shape[dim + 1 :])
 
     def read(
         self, part: Part, read_tensor: Callable[[Index], np.ndarray], index: Index
     ) -> np.ndarray:
         """Reads a slice of one parameter's part from the tensor."""
-        count, dim = len(self.parts), self.fused_dim
+        dim = self.fused_dim
+        group = self.shape[dim] // self.groups if self.shape else 0
+        width = part.layout.their_shape[dim] // self.groups if self.shape else 0
 
         def read_part(theirs: Index) -> np.ndarray:
             moved = list(theirs)
             rows = moved[dim]
-            if not self.interleaved:
+            if self.groups == 1:
                 moved[dim] = slice(rows.start + part.start, rows.stop + part.start)
                 return read_tensor(tuple(moved))
-            moved[dim] = slice(rows.start * count, rows.stop * count)
-            wanted = (slice(None),) * dim + (slice(part.start, None, count),)
-            return read_tensor(tuple(moved))[wanted]
+            first, behind = rows.start // width, -(-rows.stop // width)
+            moved[dim] = slice(first * group, behind * group)
+            found = np.moveaxis(read_tensor(tuple(moved)), dim, 0)
+            found = found.reshape(behind - first, group, *found.shape[1:])
+            mine = found[:, part.start : part.start + width].reshape(-1, *found.shape[2:])
+            skipped = rows.start - first * width
+            return np.moveaxis(mine[skipped : skipped + rows.stop - rows.start], 0, dim)
 
         return part.layout.read(read_part, index)
 
@@ -101,7 +114,7 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     Raises:
         ConfigError: a parameter of the model has no tensor in this architecture.
     """
-    table = WEIGHTS[model_type]
+    table = FAMILIES[model_type].weights
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
     tensors = [tensor for each in table.outside for tensor in _resolve(each, "", "", (), flat)]
     for number, (i, repetition) in enumerate(config.layer_positions):
@@ -115,7 +128,8 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     tied = {}
     if config.tie_embeddings:
         (vocabulary,) = (t.name for t in tensors if t.parts[0].path == "embedding/table")
-        tied = {"lm_head.weight": vocabulary}
+        (head,) = (r.name for r in table.outside if r.parts[0][0] == "unembedding/table")
+        tied = {head: vocabulary}
     return WeightMap(
         tensors={tensor.name: tensor for tensor in tensors},
         places=places,
@@ -178,13 +192,17 @@ def _tensor(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Tensor:
     parts: list[Part] = []
-    start = 0
+    layouts: list[tuple[str, TensorLayout]] = []
+    start, groups = 0, 1
     shape: tuple[int, ...] = ()
-    for number, (path, text) in enumerate(rule.parts):
+    for path, text in rule.parts:
         path = path_prefix + path
         layout = parse_layout(text, shapes[path][len(index) :])
-        place = number if rule.interleaved else start
-        parts.append(Part(path=path, index=index, layout=layout, start=place))
+        if rule.groups in layout.sizes:
+            groups = layout.sizes[rule.groups]
+        layouts.append((path, layout))
+    for path, layout in layouts:
+        parts.append(Part(path=path, index=index, layout=layout, start=start // groups))
         shape = layout.their_shape
         start += shape[rule.fused_dim]
     return Tensor(
@@ -192,7 +210,7 @@ def _tensor(
         shape=(*shape[: rule.fused_dim], start, *shape[rule.fused_dim + 1 :]),
         fused_dim=rule.fused_dim,
         parts=tuple(parts),
-        interleaved=rule.interleaved,
+        groups=groups,
     )
 
 

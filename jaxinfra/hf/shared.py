@@ -1,12 +1,12 @@
 """Shared reading and writing of the configs of Llama's descendants."""
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxinfra.config.kinds import MlpKind, NormPlacement
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
@@ -25,92 +25,129 @@ from jaxinfra.hf.rope import read_rope, write_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-_ACTIVATIONS = {
+_GATED = {
     "silu": MlpKind.SWIGLU,
     "swish": MlpKind.SWIGLU,
     "gelu": MlpKind.GEGLU,
     "gelu_pytorch_tanh": MlpKind.GEGLU_TANH,
     "gelu_new": MlpKind.GEGLU_TANH,
 }
+_UNGATED = {
+    "gelu_new": MlpKind.GELU_TANH,
+    "gelu_pytorch_tanh": MlpKind.GELU_TANH,
+    "gelu_fast": MlpKind.GELU_TANH,
+    "gelu": MlpKind.GELU,
+    "relu": MlpKind.RELU,
+    "relu2": MlpKind.RELU_SQUARED,
+    "xielu": MlpKind.XIELU,
+}
 ACTIVATION_NAMES = {
     MlpKind.SWIGLU: "silu",
     MlpKind.GEGLU: "gelu",
     MlpKind.GEGLU_TANH: "gelu_pytorch_tanh",
+    MlpKind.GELU_TANH: "gelu_new",
+    MlpKind.GELU: "gelu",
+    MlpKind.RELU: "relu",
+    MlpKind.RELU_SQUARED: "relu2",
+    MlpKind.XIELU: "xielu",
 }
-"""Inverse of the reader's table; gated activations only."""
+"""Inverse of the readers' tables."""
 
 
 def decoder_config(
     keys: Keys,
     *,
     windows: Sequence[int | None] = (None,),
+    layers: Sequence[Mapping[str, Any]] | None = None,
+    norm: NormConfig | None = None,
+    rope: RopeConfig | None = None,
+    has_rope: bool = True,
     activation_key: str = "hidden_act",
+    gated: bool = True,
     mlp_bias: bool = False,
     mixer: Callable[[RopeConfig], MixerConfig] | None = None,
-    logit_cap: float | None = None,
-    norm_offset: float = 0.0,
-    norm_placement: NormPlacement = NormPlacement.PRE,
-    embedding_scale: float = 1.0,
-    tied_by_default: bool = False,
     partial_rotary: bool = False,
     original_max_positions: int | None = None,
     default_theta: float = 10_000.0,
-    dropout_rate: float = 0.0,
+    tied_by_default: bool = False,
+    block: Mapping[str, Any] = types.MappingProxyType({}),
+    model: Mapping[str, Any] = types.MappingProxyType({}),
     **attention: Any,
 ) -> ModelConfig:
     """Reads a config with Llama's keys and the given differences.
 
     Args:
         windows: one window for all layers, or a window per layer.
+        layers: fields of ``GroupedAttentionConfig`` that differ, by layer, in place of windows.
+        norm: all norms of the stream; None: RMSNorm with ``rms_norm_eps``.
+        rope: rotary embedding of layers that have none of their own; None: read from the config.
+        has_rope: whether the architecture rotates queries and keys at all.
         mixer: mixer that replaces grouped attention, including its rotary embedding.
         partial_rotary: whether the architecture may rotate only a fraction of each head.
         original_max_positions: default for a scaled rotary embedding whose config has none.
+        block, model: further fields of ``BlockConfig`` and of ``ModelConfig``.
         attention: further fields of ``GroupedAttentionConfig``.
     """
     width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     max_positions = keys.integer("max_position_embeddings")
-    norm = NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=norm_offset)
-    rope = read_rope(
-        keys,
-        max_positions=max_positions,
-        original_max_positions=original_max_positions,
-        default_theta=default_theta,
-    )
-    if rope.fraction != 1.0 and not partial_rotary:
+    if norm is None:
+        norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
+    if has_rope and rope is None:
+        rope = read_rope(
+            keys,
+            max_positions=max_positions,
+            original_max_positions=original_max_positions,
+            default_theta=default_theta,
+        )
+    if rope is not None and rope.fraction != 1.0 and not partial_rotary:
         raise ConfigError(
             f"partial_rotary_factor={rope.fraction}: this architecture rotates whole heads"
         )
     mlp = MlpConfig(
         hidden_dim=keys.integer("intermediate_size"),
-        kind=keys.choice(activation_key, _ACTIVATIONS),
+        kind=keys.choice(activation_key, _GATED if gated else _UNGATED),
         bias=mlp_bias,
     )
+    each_layer = period([{"window": w} for w in windows] if layers is None else layers)
     if mixer is None:
-        grouped = functools.partial(
-            GroupedAttentionConfig,
-            num_q_heads=heads,
-            num_kv_heads=keys.integer("num_key_value_heads", heads),
-            head_dim=keys.integer("head_dim", width // heads),
-            rope=rope,
+        plain: dict[str, Any] = {
+            "num_q_heads": heads,
+            "num_kv_heads": keys.integer("num_key_value_heads", heads),
+            "head_dim": keys.integer("head_dim", width // heads),
+            "rope": rope,
             **attention,
-        )
-        mixers = [grouped(window=window) for window in period(windows)]
+        }
+        mixers = [GroupedAttentionConfig(**{**plain, **each}) for each in each_layer]
     else:
-        mixers = [mixer(rope) for _ in period(windows)]
-    rest = {"feed_forward": mlp, "norm": norm, "norm_placement": norm_placement}
-    blocks = [BlockConfig(mixer=each, **rest) for each in mixers]
+        assert rope is not None, "a mixer's rope is read"
+        mixers = [mixer(rope) for _ in each_layer]
+    blocks = [BlockConfig(mixer=each, feed_forward=mlp, norm=norm, **block) for each in mixers]
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         model_dim=width,
         max_positions=max_positions,
-        stacks=stacked(*blocks, num_layers=keys.integer("num_hidden_layers")),
+        stacks=in_stacks(blocks, num_layers=keys.integer("num_hidden_layers")),
         tie_embeddings=keys.flag("tie_word_embeddings", tied_by_default),
-        embedding_scale=embedding_scale,
         final_norm=norm,
-        logit_soft_cap=logit_cap,
-        dropout_rate=dropout_rate,
         init_std=keys.number("initializer_range", 0.02),
+        **model,
     )
+
+
+def in_stacks(blocks: Sequence[BlockConfig], *, num_layers: int) -> tuple[Stack, ...]:
+    """Returns layers as stacks: one whose pattern repeats, or that and the rest of a repetition.
+
+    Args:
+        blocks: the pattern, or all layers of a model whose layers are not a multiple of one.
+    """
+    if len(blocks) < num_layers:
+        return stacked(*blocks, num_layers=num_layers)
+    for length in range(1, num_layers // 2 + 1):
+        if all(block == blocks[i % length] for i, block in enumerate(blocks)):
+            repeats, rest = divmod(num_layers, length)
+            whole = Stack(pattern=tuple(blocks[:length]), repeats=repeats)
+            return (whole, Stack(pattern=tuple(blocks[:rest]), repeats=1)) if rest else (whole,)
+    return (Stack(pattern=tuple(blocks), repeats=1),)
 
 
 def decoder_keys(config: ModelConfig, *, mlp: MlpConfig | None = None) -> dict[str, Any]:
@@ -123,6 +160,7 @@ def decoder_keys(config: ModelConfig, *, mlp: MlpConfig | None = None) -> dict[s
     attention = block.mixer
     if mlp is None:
         attention, mlp = dense_block(config)
+    rope = next((each.mixer.rope for each in config.blocks if each.mixer.rope is not None), None)
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.model_dim,
@@ -136,7 +174,13 @@ def decoder_keys(config: ModelConfig, *, mlp: MlpConfig | None = None) -> dict[s
         "rms_norm_eps": block.norm.epsilon,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
-    } | ({} if attention.rope is None else write_rope(attention.rope))
+    } | ({} if rope is None else write_rope(rope))
+
+
+def renamed(keys: Mapping[str, Any], **names: str | None) -> dict[str, Any]:
+    """Returns written keys under an architecture's own names; None leaves a key out."""
+    found = {names.get(name, name): value for name, value in keys.items()}
+    return {name: value for name, value in found.items() if name is not None}
 
 
 def dense_block(config: ModelConfig) -> tuple[GroupedAttentionConfig, MlpConfig]:
@@ -147,6 +191,13 @@ def dense_block(config: ModelConfig) -> tuple[GroupedAttentionConfig, MlpConfig]
     if not isinstance(block.feed_forward, MlpConfig):
         raise ConfigError(f"{type(block.feed_forward).__name__}: dense layers are what these write")
     return block.mixer, block.feed_forward
+
+
+def mlp_kind(config: ModelConfig) -> MlpKind:
+    """Returns the activation of the first block's feed-forward layer."""
+    feed_forward = config.blocks[0].feed_forward
+    assert feed_forward is not None, "decoder_config"
+    return feed_forward.kind
 
 
 def routed(dense: ModelConfig, experts: Sequence[ExpertsConfig | None]) -> ModelConfig:

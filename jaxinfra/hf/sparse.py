@@ -25,6 +25,7 @@ from jaxinfra.hf.shared import (
     decoder_config,
     decoder_keys,
     layer_windows,
+    mlp_kind,
     routed,
     routes,
     typed_windows,
@@ -45,7 +46,7 @@ def read_mixtral(keys: Keys) -> ModelConfig:
         num_experts=keys.named("num_local_experts", "num_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=keys.integer("intermediate_size"),
-        kind=dense.blocks[0].feed_forward.kind,
+        kind=mlp_kind(dense),
     )
     return routed(dense, [experts] * dense.num_layers)
 
@@ -106,7 +107,7 @@ def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
         num_experts=num_experts,
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=keys.integer("moe_intermediate_size"),
-        kind=dense.blocks[0].feed_forward.kind,
+        kind=mlp_kind(dense),
         routing=RoutingConfig(renormalize=keys.flag("norm_topk_prob", False)),
         **shared,
     )

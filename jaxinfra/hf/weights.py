@@ -15,7 +15,8 @@ class Rule:
     name: str
     parts: tuple[tuple[str, str], ...]  # our path and layout, in the order they are fused
     fused_dim: int = 0  # of their tensor
-    interleaved: bool = False  # elements of the parts alternate along that dim
+    # A dim of the parts: that dim is cut into as many groups, and each has rows of every part.
+    groups: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,66 +37,68 @@ def rule(name: str, path: str, layout: str) -> Rule:
     return Rule(name=name, parts=((path, layout),))
 
 
-def _linear(theirs: str, ours: str, layout: str, bias: str) -> tuple[Rule, Rule]:
+def linear(theirs: str, ours: str, layout: str, bias: str) -> tuple[Rule, Rule]:
+    """Makes the rules of a projection's weight and bias."""
     return (
         rule(f"{theirs}.weight", f"{ours}/weight", layout),
         rule(f"{theirs}.bias", f"{ours}/bias", bias),
     )
 
 
-def _norm(theirs: str, ours: str, letter: str = "D") -> tuple[Rule, Rule]:
-    same = f"{letter} -> {letter}"
-    return rule(f"{theirs}.weight", f"{ours}/scale", same), rule(
-        f"{theirs}.bias", f"{ours}/bias", same
+def norm(theirs: str, ours: str, layout: str = "D -> D") -> tuple[Rule, Rule]:
+    """Makes the rules of a norm's scale and bias."""
+    return (
+        rule(f"{theirs}.weight", f"{ours}/scale", layout),
+        rule(f"{theirs}.bias", f"{ours}/bias", layout),
     )
 
 
-_QKV = (
-    *_linear("self_attn.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
-    *_linear("self_attn.k_proj", "attention/key", "(K H) D -> D K H", "(K H) -> K H"),
-    *_linear("self_attn.v_proj", "attention/value", "(K H) D -> D K H", "(K H) -> K H"),
+QKV = (
+    *linear("self_attn.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
+    *linear("self_attn.k_proj", "attention/key", "(K H) D -> D K H", "(K H) -> K H"),
+    *linear("self_attn.v_proj", "attention/value", "(K H) D -> D K H", "(K H) -> K H"),
 )
-_OUT = _linear("self_attn.o_proj", "attention/out", "D (N H) -> N H D", "D -> D")
-_QK_NORM = (
-    *_norm("self_attn.q_norm", "attention/query_norm", "H"),
-    *_norm("self_attn.k_norm", "attention/key_norm", "H"),
+OUT = linear("self_attn.o_proj", "attention/out", "D (N H) -> N H D", "D -> D")
+QK_NORM = (
+    *norm("self_attn.q_norm", "attention/query_norm", "H -> H"),
+    *norm("self_attn.k_norm", "attention/key_norm", "H -> H"),
 )
-_GATE_UP = (
-    *_linear("mlp.gate_proj", "mlp/gate", "F D -> D F", "F -> F"),
-    *_linear("mlp.up_proj", "mlp/up", "F D -> D F", "F -> F"),
+GATE_UP = (
+    *linear("mlp.gate_proj", "mlp/gate", "F D -> D F", "F -> F"),
+    *linear("mlp.up_proj", "mlp/up", "F D -> D F", "F -> F"),
 )
-_DOWN = _linear("mlp.down_proj", "mlp/down", "D F -> F D", "D -> D")
-_PRE_NORMS = (
-    *_norm("input_layernorm", "attention_norm"),
-    *_norm("post_attention_layernorm", "mlp_norm"),
+DOWN = linear("mlp.down_proj", "mlp/down", "D F -> F D", "D -> D")
+PRE_NORMS = (
+    *norm("input_layernorm", "attention_norm"),
+    *norm("post_attention_layernorm", "mlp_norm"),
 )
-_OUTSIDE = (
+OUTSIDE = (
     rule("model.embed_tokens.weight", "embedding/table", "V D -> V D"),
-    *_norm("model.norm", "final_norm"),
+    *norm("model.norm", "final_norm"),
     rule("lm_head.weight", "unembedding/table", "V D -> V D"),
 )
 
-_LLAMA = WeightTable(
+LLAMA = WeightTable(
     layer_prefix="model.layers.{}.",
-    layer=(*_PRE_NORMS, *_QKV, *_OUT, *_QK_NORM, *_GATE_UP, *_DOWN),
-    outside=_OUTSIDE,
+    layer=(*PRE_NORMS, *QKV, *OUT, *QK_NORM, *GATE_UP, *DOWN),
+    outside=OUTSIDE,
     root="model.",
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
-_GEMMA2 = dataclasses.replace(
-    _LLAMA,
+GEMMA2 = dataclasses.replace(
+    LLAMA,
     layer=(
-        *_norm("input_layernorm", "attention_norm"),
-        *_norm("post_attention_layernorm", "attention_post_norm"),
-        *_norm("pre_feedforward_layernorm", "mlp_norm"),
-        *_norm("post_feedforward_layernorm", "mlp_post_norm"),
-        *(*_QKV, *_OUT, *_GATE_UP, *_DOWN),
+        *norm("input_layernorm", "attention_norm"),
+        *norm("post_attention_layernorm", "attention_post_norm"),
+        *norm("pre_feedforward_layernorm", "mlp_norm"),
+        *norm("post_feedforward_layernorm", "mlp_post_norm"),
+        *(*QKV, *OUT, *GATE_UP, *DOWN),
     ),
 )
-_PHI3 = dataclasses.replace(
-    _LLAMA,
+PHI3 = dataclasses.replace(
+    LLAMA,
     layer=(
-        *_PRE_NORMS,
+        *PRE_NORMS,
         Rule(
             name="self_attn.qkv_proj.weight",
             parts=(
@@ -104,17 +107,17 @@ _PHI3 = dataclasses.replace(
                 ("attention/value/weight", "(K H) D -> D K H"),
             ),
         ),
-        *_OUT,
+        *OUT,
         Rule(
             name="mlp.gate_up_proj.weight",
             parts=(("mlp/gate/weight", "F D -> D F"), ("mlp/up/weight", "F D -> D F")),
         ),
-        *_DOWN,
+        *DOWN,
     ),
 )
 
 
-def _experts(
+def experts(
     layer: str, gate: str, up: str, down: str, *, shared: str | None = None
 ) -> tuple[Rule, ...]:
     """Router and experts with tensors of their own; a shared expert beside them."""
@@ -136,56 +139,56 @@ def _experts(
     )
 
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_MIXTRAL = dataclasses.replace(
-    _LLAMA, layer=(*_PRE_NORMS, *_QKV, *_OUT, *_experts("block_sparse_moe", "w1", "w3", "w2"))
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = dataclasses.replace(
+    LLAMA, layer=(*PRE_NORMS, *QKV, *OUT, *experts("block_sparse_moe", "w1", "w3", "w2"))
 )
-_QWEN_MOE = dataclasses.replace(
-    _LLAMA, layer=(*_LLAMA.layer, *_experts("mlp", *_PROJECTIONS, shared="shared_expert"))
+QWEN_MOE = dataclasses.replace(
+    LLAMA, layer=(*LLAMA.layer, *experts("mlp", *PROJECTIONS, shared="shared_expert"))
 )
 _LATENT = (
-    *_linear("self_attn.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
-    *_linear("self_attn.q_a_proj", "attention/query_down", "R D -> D R", "R -> R"),
-    *_norm("self_attn.q_a_layernorm", "attention/query_norm", "R"),
-    *_linear("self_attn.q_b_proj", "attention/query_up", "(N H) R -> R N H", "(N H) -> N H"),
-    *_linear("self_attn.kv_a_proj_with_mqa", "attention/kv_down", "R D -> D R", "R -> R"),
-    *_norm("self_attn.kv_a_layernorm", "attention/kv_norm", "R"),
-    *_linear("self_attn.kv_b_proj", "attention/kv_up", "(N H) R -> R N H", "(N H) -> N H"),
+    *linear("self_attn.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
+    *linear("self_attn.q_a_proj", "attention/query_down", "R D -> D R", "R -> R"),
+    *norm("self_attn.q_a_layernorm", "attention/query_norm", "R -> R"),
+    *linear("self_attn.q_b_proj", "attention/query_up", "(N H) R -> R N H", "(N H) -> N H"),
+    *linear("self_attn.kv_a_proj_with_mqa", "attention/kv_down", "R D -> D R", "R -> R"),
+    *norm("self_attn.kv_a_layernorm", "attention/kv_norm", "R -> R"),
+    *linear("self_attn.kv_b_proj", "attention/kv_up", "(N H) R -> R N H", "(N H) -> N H"),
 )
-_DEEPSEEK = dataclasses.replace(
-    _LLAMA,
+DEEPSEEK = dataclasses.replace(
+    LLAMA,
     layer=(
-        *(*_PRE_NORMS, *_LATENT, *_OUT, *_GATE_UP, *_DOWN),
-        *_experts("mlp", *_PROJECTIONS, shared="shared_experts"),
+        *(*PRE_NORMS, *_LATENT, *OUT, *GATE_UP, *DOWN),
+        *experts("mlp", *PROJECTIONS, shared="shared_experts"),
     ),
     extra_layers=True,
 )
-_GPT_OSS = dataclasses.replace(
-    _LLAMA,
+GPT_OSS = dataclasses.replace(
+    LLAMA,
     layer=(
-        *(*_PRE_NORMS, *_QKV, *_OUT),
+        *(*PRE_NORMS, *QKV, *OUT),
         rule("self_attn.sinks", "attention/sinks", "N -> N"),
-        *_linear("mlp.router", "mlp/router", "E D -> D E", "E -> E"),
+        *linear("mlp.router", "mlp/router", "E D -> D E", "E -> E"),
         Rule(
             name="mlp.experts.gate_up_proj",
             parts=(("mlp/gate", "E D F -> E D F"), ("mlp/up", "E D F -> E D F")),
             fused_dim=2,
-            interleaved=True,
+            groups="F",
         ),
         Rule(
             name="mlp.experts.gate_up_proj_bias",
             parts=(("mlp/gate_bias", "E F -> E F"), ("mlp/up_bias", "E F -> E F")),
             fused_dim=1,
-            interleaved=True,
+            groups="F",
         ),
         rule("mlp.experts.down_proj", "mlp/down", "E F D -> E F D"),
         rule("mlp.experts.down_proj_bias", "mlp/down_bias", "E D -> E D"),
     ),
 )
-_GPT2 = WeightTable(
+GPT2 = WeightTable(
     layer_prefix="transformer.h.{}.",
     layer=(
-        *_norm("ln_1", "attention_norm"),
+        *norm("ln_1", "attention_norm"),
         # Its matrices have the input first, as ours do.
         Rule(
             name="attn.c_attn.weight",
@@ -204,34 +207,17 @@ _GPT2 = WeightTable(
                 ("attention/value/bias", "(K H) -> K H"),
             ),
         ),
-        *_linear("attn.c_proj", "attention/out", "(N H) D -> N H D", "D -> D"),
-        *_norm("ln_2", "mlp_norm"),
-        *_linear("mlp.c_fc", "mlp/up", "D F -> D F", "F -> F"),
-        *_linear("mlp.c_proj", "mlp/down", "F D -> F D", "D -> D"),
+        *linear("attn.c_proj", "attention/out", "(N H) D -> N H D", "D -> D"),
+        *norm("ln_2", "mlp_norm"),
+        *linear("mlp.c_fc", "mlp/up", "D F -> D F", "F -> F"),
+        *linear("mlp.c_proj", "mlp/down", "F D -> F D", "D -> D"),
     ),
     outside=(
         rule("transformer.wte.weight", "embedding/table", "V D -> V D"),
         rule("transformer.wpe.weight", "positions/table", "P D -> P D"),
-        *_norm("transformer.ln_f", "final_norm"),
+        *norm("transformer.ln_f", "final_norm"),
         rule("lm_head.weight", "unembedding/table", "V D -> V D"),
     ),
     root="transformer.",
     ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",  # causal masks
 )
-
-WEIGHTS: dict[str, WeightTable] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "gemma2": _GEMMA2,
-    "phi3": _PHI3,
-    "gpt2": _GPT2,
-    "mixtral": _MIXTRAL,
-    "qwen2_moe": _QWEN_MOE,
-    "qwen3_moe": _QWEN_MOE,
-    "gpt_oss": _GPT_OSS,
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-}
-"""Weight tables by ``model_type``."""

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfra import axes
-from jaxinfra.config.kinds import NormPlacement
+from jaxinfra.config.kinds import Branches, NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
@@ -51,12 +52,24 @@ _STREAM = (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM)
 _NORMED = (axes.BATCH, axes.SEQUENCE, axes.STREAM)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Branch:
+    """One of a block's two layers, with the norms around it and what it reads beside x."""
+
+    layer: _Layer
+    abilities: Abilities
+    norm: Norm | None
+    post_norm: Norm | None
+    given: Pass
+
+
 class Block(nnx.Module):
     """Transformer block: x + mixer(norm(x)), then x + feed_forward(norm(x)).
 
-    Sandwich placement also normalizes the branches' outputs. In parameter paths the two layers are
-    always called ``attention`` and ``mlp``. Results of projections, norms and activations are named
-    by their paths, so that ``remat=chosen`` can keep them.
+    The config says where norms are, whether the two layers follow one another or read the same
+    input, and by what their outputs are multiplied. In parameter paths the two layers are always
+    called ``attention`` and ``mlp``. Results of projections, norms and activations are named by
+    their paths, so that ``remat=chosen`` can keep them.
 
     Args:
         std, out_std: standard deviation of initial weights, out_std for output projections.
@@ -74,26 +87,30 @@ class Block(nnx.Module):
         execution: Execution,
         rngs: nnx.Rngs,
     ):
+        self.config = config
         self.execution = execution
         self.dropout_rate = dropout_rate
-        norm = functools.partial(
-            Norm, config.norm, width=model_dim, dims=(axes.EMBED,), execution=execution
+        build = functools.partial(
+            Norm, config.norm, shape=(model_dim,), dims=(axes.EMBED,), execution=execution
         )
+        is_before = config.norm_placement is not NormPlacement.POST
+        is_behind = config.norm_placement is not NormPlacement.PRE
+        is_shared = config.branches is Branches.SHARED_NORM
 
         def layer(config: Any) -> _Layer:
             sizes = {"model_dim": model_dim, "std": std, "out_std": out_std}
             built = config.layer if isinstance(config, OwnLayer) else LAYERS[type(config)]
             return built(config, **sizes, execution=execution, rngs=rngs)
 
-        self.attention_norm = norm()
+        feeds = config.feed_forward is not None
+        self.attention_norm = build() if is_before else None
         self.attention = layer(config.mixer)
-        self.mlp_norm = norm()
-        self.mlp = layer(config.feed_forward)
+        self.mlp_norm = build() if is_before and feeds and not is_shared else None
+        self.mlp = layer(config.feed_forward) if feeds else None
         self.attention_abilities = _abilities(config.mixer, self.attention)
         self.mlp_abilities = _abilities(config.feed_forward, self.mlp)
-        sandwich = config.norm_placement is NormPlacement.SANDWICH
-        self.attention_post_norm = norm() if sandwich else None
-        self.mlp_post_norm = norm() if sandwich else None
+        self.attention_post_norm = build() if is_behind else None
+        self.mlp_post_norm = build() if is_behind and feeds else None
         labels = []
         for path, module in nnx.iter_modules(self):
             if isinstance(module, Norm | Projection | Mlp):
@@ -107,29 +124,54 @@ class Block(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         if key is not None:
             self._drop_in_adapters(key)
+        attention = _Branch(
+            layer=self.attention,
+            abilities=self.attention_abilities,
+            norm=self.attention_norm,
+            post_norm=self.attention_post_norm,
+            given=dataclasses.replace(given, dropout_key=keys[0]),
+        )
+        if self.mlp is None:
+            with jax.named_scope("attention"):
+                mixed, x_BTD = self._added(x_BTD, attention)
+            return self._output(x_BTD, mixed, None)
+        mlp = _Branch(
+            layer=self.mlp,
+            abilities=self.mlp_abilities,
+            norm=self.mlp_norm,
+            post_norm=self.mlp_post_norm,
+            given=dataclasses.replace(given, dropout_key=keys[1]),
+        )
+        if self.config.branches is Branches.SEQUENTIAL:
+            with jax.named_scope("attention"):
+                mixed, x_BTD = self._added(x_BTD, attention)
+            with jax.named_scope("mlp"):
+                fed, x_BTD = self._added(x_BTD, mlp)
+        else:
+            mixed, fed, x_BTD = self._side_by_side(x_BTD, attention, mlp)
+        return self._output(x_BTD, mixed, fed)
+
+    def _side_by_side(
+        self, x_BTD: jax.Array, attention: _Branch, mlp: _Branch
+    ) -> tuple[LayerOutput, LayerOutput, jax.Array]:
+        """Computes both layers of x, by one norm or by two, and the sum of x and their outputs."""
+        assert attention.norm is not None, "BlockConfig"
         with jax.named_scope("attention"):
-            mixed, x_BTD = self._branch(
-                self.attention,
-                self.attention_abilities,
-                self.attention_norm,
-                self.attention_post_norm,
-                x_BTD,
-                given,
-                keys[0],
-            )
+            normed_BTD = attention.norm(x_BTD)
+            inward_BTD = self._inward(normed_BTD, attention.abilities)
+            mixed = attention.layer(inward_BTD, attention.given)
         with jax.named_scope("mlp"):
-            fed, x_BTD = self._branch(
-                self.mlp,
-                self.mlp_abilities,
-                self.mlp_norm,
-                self.mlp_post_norm,
-                x_BTD,
-                given,
-                keys[1],
-            )
-        sums = joined(mixed.sums, fed.sums)
+            if mlp.norm is not None:
+                normed_BTD = mlp.norm(x_BTD)
+            fed = mlp.layer(self._inward(normed_BTD, mlp.abilities), mlp.given)
+            x_BTD = self._add(x_BTD, mixed.x, None, attention.given.dropout_key)
+            return mixed, fed, self._add(x_BTD, fed.x, None, mlp.given.dropout_key)
+
+    def _output(self, x_BTD: jax.Array, mixed: LayerOutput, fed: LayerOutput | None) -> LayerOutput:
+        sums = mixed.sums if fed is None else joined(mixed.sums, fed.sums)
         if self.execution.statistics:
-            sites = {"attention": mixed.x, "mlp": fed.x, "stream": x_BTD}
+            sites = {"attention": mixed.x, "stream": x_BTD}
+            sites |= {} if fed is None else {"mlp": fed.x}
             sums = joined(sums, site_sums(sites, policy=self.execution.policy))
         return LayerOutput(x=x_BTD, cache=mixed.cache, sums=sums)
 
@@ -144,29 +186,22 @@ class Block(nnx.Module):
                     place=self.execution.place,
                 )
 
-    def _branch(
-        self,
-        layer: _Layer,
-        abilities: Abilities,
-        norm: Norm,
-        post_norm: Norm | None,
-        x_BTD: jax.Array,
-        given: Pass,
-        key: jax.Array | None,
-    ) -> tuple[LayerOutput, jax.Array]:
+    def _added(self, x_BTD: jax.Array, branch: _Branch) -> tuple[LayerOutput, jax.Array]:
         """Computes a layer's output for norm(x), and the sum of x and the output.
 
         Where nothing is between them, the layer's first product has the norm, its last one the sum.
         """
-        given = dataclasses.replace(given, dropout_key=key)
-        is_alone = not self.execution.statistics and post_norm is None and key is None
-        is_fused = abilities.fuses and is_alone
-        deferred = norm.deferred(x_BTD) if is_fused else None
+        given, key = branch.given, branch.given.dropout_key
+        is_alone = not self.execution.statistics and branch.post_norm is None and key is None
+        is_fused = branch.abilities.fuses and is_alone and self.config.residual_scale == 1.0
+        norm = branch.norm
+        deferred = norm.deferred(x_BTD) if is_fused and norm is not None else None
         if deferred is not None:
-            out = layer(deferred, dataclasses.replace(given, residual_BTD=x_BTD))
+            out = branch.layer(deferred, dataclasses.replace(given, residual_BTD=x_BTD))
             return out, out.x
-        out = layer(self._inward(norm(x_BTD), abilities), given)
-        return out, self._add(x_BTD, out.x, post_norm, key)
+        normed_BTD = x_BTD if norm is None else norm(x_BTD)
+        out = branch.layer(self._inward(normed_BTD, branch.abilities), given)
+        return out, self._add(x_BTD, out.x, branch.post_norm, key)
 
     def _inward(self, x_BTD: jax.Array, abilities: Abilities) -> jax.Array:
         # One gather for all the projections that read it, where the stream is split by sequence;
@@ -182,6 +217,9 @@ class Block(nnx.Module):
         branch_BTD = self.execution.place(branch_BTD, _STREAM)
         if norm is not None:
             branch_BTD = norm(branch_BTD)
+        if self.config.residual_scale != 1.0:
+            scale = jnp.asarray(self.config.residual_scale, branch_BTD.dtype)
+            branch_BTD = branch_BTD * scale
         branch_BTD = dropout(
             branch_BTD, rate=self.dropout_rate, key=key, place=self.execution.place
         )
@@ -190,4 +228,4 @@ class Block(nnx.Module):
 
 def _abilities(config: Any, layer: Any) -> Abilities:
     """Abilities that a layer declares; a user's own layer has none."""
-    return Abilities() if isinstance(config, OwnLayer) else layer.abilities
+    return Abilities() if layer is None or isinstance(config, OwnLayer) else layer.abilities

@@ -25,6 +25,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import ContiguousCache, RowState, after_pass
 from jaxinfra.model.dropout import dropout
+from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
 from jaxinfra.model.norm import Norm
@@ -61,40 +62,6 @@ def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], *, num_layers: int, rngs
     return module
 
 
-class Embedding(nnx.Module):
-    """An embedding table [rows, width], whose rows are read by index.
-
-    Args:
-        matmul: whether the table is also the weight of a matmul, as of tied logits.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_rows: int,
-        rows_dim: str,
-        matmul: bool,
-        model_dim: int,
-        std: float,
-        execution: Execution,
-        rngs: nnx.Rngs,
-    ):
-        self.execution = execution
-        self.rows_dim = rows_dim
-        param = execution.policy.param
-        self.table = nnx.Param(
-            std * jax.random.normal(rngs.params(), (num_rows, model_dim), param),
-            axes=(rows_dim, axes.EMBED),
-            matmul=matmul,
-        )
-
-    def __call__(self, ids_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Returns the rows of these ids in the compute dtype; NaN for ids outside the table."""
-        return self.execution.kernels.lookup(
-            self.table[...], ids_BT, rows_dim=self.rows_dim, policy=self.execution.policy
-        )
-
-
 class Decoder(nnx.Module):
     """Decoder: embedding, L repetitions of the block pattern, final norm, vocabulary projection."""
 
@@ -112,7 +79,11 @@ class Decoder(nnx.Module):
         tied, rows = config.tie_embeddings, config.vocab_size
         self.embedding = table(num_rows=rows, rows_dim=axes.VOCAB, matmul=tied)
         self.positions = (
-            table(num_rows=config.max_positions, rows_dim=axes.POSITION, matmul=False)
+            table(
+                num_rows=config.max_positions + config.position_offset,
+                rows_dim=axes.POSITION,
+                matmul=False,
+            )
             if config.learned_positions
             else None
         )
@@ -125,10 +96,17 @@ class Decoder(nnx.Module):
             ]
         )
         check_kept(config, execution, [label for block in self.blocks for label in block.labels])
-        self.final_norm = Norm(
-            config.final_norm, width=config.model_dim, dims=(axes.EMBED,), execution=execution
+        norm = functools.partial(
+            Norm, shape=(config.model_dim,), dims=(axes.EMBED,), execution=execution
         )
+        self.embedding_norm = norm(config.embedding_norm) if config.embedding_norm else None
+        self.final_norm = norm(config.final_norm)
         self.unembedding = None if tied else table(num_rows=rows, rows_dim=axes.VOCAB, matmul=True)
+        self.logit_bias = (
+            nnx.Param(jnp.zeros(rows, execution.policy.param), axes=(axes.VOCAB,))
+            if config.logit_bias
+            else None
+        )
 
     def _stack(self, i: int, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> Block:
         config, execution = self.config, self.execution
@@ -236,6 +214,9 @@ class Decoder(nnx.Module):
             logits_BTV = self.execution.multiply(
                 "BTD,VD->BTV", hidden_BTD, self.vocabulary_table, recipe=recipe, out=recipe.accum
             )
+            if self.logit_bias is not None:
+                bias_V = self.execution.policy.to_accum(self.logit_bias[...])
+                logits_BTV = logits_BTV + bias_V[None, None]
             cap = self.config.logit_soft_cap
             if cap is not None:
                 logits_BTV = cap * jnp.tanh(logits_BTV / cap)
@@ -403,9 +384,11 @@ class Decoder(nnx.Module):
         return list(self.blocks)[places]
 
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
-        """Applies the final norm to the last block's output."""
+        """Applies the final norm, and the scale of logits, to the last block's output."""
         with jax.named_scope("final_norm"):
             hidden_BTD = self.final_norm(x_BTD)
+            if self.config.logit_scale != 1.0:
+                hidden_BTD = hidden_BTD * jnp.asarray(self.config.logit_scale, hidden_BTD.dtype)
             return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
 
     def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -416,7 +399,10 @@ class Decoder(nnx.Module):
                 # Rounded to the compute dtype first, as Gemma does.
                 x_BTD = x_BTD * jnp.asarray(self.config.embedding_scale, x_BTD.dtype)
             if self.positions is not None:
-                x_BTD = x_BTD + self.positions(positions_BT)
+                offset = self.config.position_offset
+                x_BTD = x_BTD + self.positions(positions_BT + offset if offset else positions_BT)
+            if self.embedding_norm is not None:
+                x_BTD = self.embedding_norm(x_BTD)
             x_BTD = dropout(
                 x_BTD,
                 rate=self.config.dropout_rate,

@@ -4,6 +4,8 @@ Dims: B batch, T position, S cache slot, D model width, N query heads, K key/val
 H head width.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,10 +15,9 @@ from jaxinfra import axes
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.model.cache import Cache, with_pages
 from jaxinfra.model.execution import Execution
-from jaxinfra.model.norm import Norm
+from jaxinfra.model.heads import clipped, head_norm, positioned, segments
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection
-from jaxinfra.model.rope import apply_rope
 from jaxinfra.ops.cached_attention import append_packed_heads, as_cached
 from jaxinfra.ops.multiply import Deferred
 
@@ -77,17 +78,16 @@ class GroupedAttention(nnx.Module):
             else None
         )
 
-        def head_norm() -> Norm | None:
-            if config.qk_norm is None:
-                return None
-            return Norm(config.qk_norm, width=width, dims=(axes.HEAD,), execution=execution)
-
-        self.query_norm, self.key_norm = head_norm(), head_norm()
+        norm = functools.partial(head_norm, config, execution=execution)
+        self.query_norm = norm(num_heads=heads, heads_dim=axes.Q_HEADS)
+        self.key_norm = norm(num_heads=kv_heads, heads_dim=axes.KV_HEADS)
+        self.out_gate = inward(heads, axes.Q_HEADS) if config.out_gate else None
 
     @property
     def abilities(self) -> Abilities:
         """Steps of a block that this layer does itself: norm and residual sum, if packed."""
-        fuses = self.packed is not None and self.execution.multiply.few_rows
+        is_alone = self.packed is not None and self.out_gate is None
+        fuses = is_alone and self.execution.multiply.few_rows
         return Abilities(fuses=fuses, quantizes=True)
 
     def __call__(
@@ -107,12 +107,10 @@ class GroupedAttention(nnx.Module):
             if appended is not None:
                 return appended
         q_BTNH, k_BTKH, v_BTKH = self._projected(x_BTD, heads_BTNH)
-        if self.query_norm is not None and self.key_norm is not None:
-            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if self.config.rope is not None and given.rope is not None:
-            pairs = self.config.rope.pairs
-            q_BTNH = apply_rope(q_BTNH, given.rope, pairs=pairs)
-            k_BTKH = apply_rope(k_BTKH, given.rope, pairs=pairs)
+        q_BTNH, k_BTKH, v_BTKH = clipped(self.config, q_BTNH, k_BTKH, v_BTKH)
+        norms = self.query_norm, self.key_norm
+        policy = self.execution.policy
+        q_BTNH, k_BTKH = positioned(self.config, q_BTNH, k_BTKH, given, norms, policy=policy)
         q_BTNH = place(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
         kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
         k_BTKH, v_BTKH = place(k_BTKH, kv_dims), place(v_BTKH, kv_dims)
@@ -129,11 +127,15 @@ class GroupedAttention(nnx.Module):
                     k_BTKH,
                     v_BTKH,
                     config=self.config,
-                    segment_ids_BT=given.segment_ids_BT,
+                    segment_ids_BT=segments(self.config, given),
                     sinks_N=self._sinks(),
                 )
             else:
                 out_BTNH = self._decoded(q_BTNH, given, cache)
+        if self.out_gate is not None:
+            assert not isinstance(x_BTD, Deferred), "abilities"
+            gate_BTNH = self.execution.policy.to_accum(self.out_gate(x_BTD))
+            out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH).astype(out_BTNH.dtype)
         return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
 
     def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:

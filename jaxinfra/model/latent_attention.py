@@ -66,7 +66,7 @@ class LatentAttention(nnx.Module):
             )
 
         def latent_norm(width: int) -> Norm:
-            return Norm(config.norm, width=width, dims=(axes.LATENT,), execution=execution)
+            return Norm(config.norm, shape=(width,), dims=(axes.LATENT,), execution=execution)
 
         heads, by_head = config.num_q_heads, (axes.LATENT, axes.Q_HEADS, axes.HEAD)
         if config.query_rank is None:

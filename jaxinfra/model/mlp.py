@@ -16,7 +16,7 @@ from jaxinfra.config.model import MlpConfig
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass, labelled, site_sums
 from jaxinfra.model.projection import HIDDEN, Projection
-from jaxinfra.ops.activation import activated
+from jaxinfra.ops.activation import activated, xielu
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.ops.multiply import Deferred
@@ -57,6 +57,10 @@ class Mlp(nnx.Module):
         if self.packed is None:
             self.gate = inward(config.hidden_dim) if config.kind.gated else None
             self.up = inward(config.hidden_dim)
+        param = execution.policy.param
+        has_slopes = config.kind is MlpKind.XIELU
+        self.rise = nnx.Param(jnp.zeros(1, param), axes=(None,)) if has_slopes else None
+        self.fall = nnx.Param(jnp.zeros(1, param), axes=(None,)) if has_slopes else None
         self.down = build(
             "BTF,FD->BTD",
             shape=(config.hidden_dim, model_dim),
@@ -97,7 +101,11 @@ class Mlp(nnx.Module):
             return multiply.swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:
             gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
-        hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
+        if self.rise is not None and self.fall is not None:
+            rise, fall = (policy.to_accum(each[...]) for each in (self.rise, self.fall))
+            hidden_BTF = policy.to_compute(xielu(up_BTF, rise=rise, fall=fall))
+        else:
+            hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
         return labelled(hidden_BTF, self.label)
 
     def _quantized_hidden(self, x: jax.Array | Input) -> Input | None:

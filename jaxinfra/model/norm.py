@@ -19,22 +19,38 @@ class Norm(nnx.Module):
     """Normalization (x - mean) / sqrt(variance + epsilon) * (scale + offset) + bias over a width.
 
     In RMSNorm, mean is 0 and variance the mean square. All is computed in the accum dtype.
+
+    Args:
+        shape: shape of the scale, x's last dims.
+        dims: logical dims of the scale.
+        over: how many of x's last dims are normalized together.
     """
 
-    def __init__(self, config: NormConfig, *, width: int, dims: Dims, execution: Execution):
+    def __init__(
+        self,
+        config: NormConfig,
+        *,
+        shape: tuple[int, ...],
+        dims: Dims,
+        over: int = 1,
+        execution: Execution,
+    ):
         self.config = config
         self.label = ""  # its own name in the block, once it has one
         self.policy = execution.policy
         self.gather = execution.gather
         self.dims = dims
-        param = execution.policy.param
-        self.scale = nnx.Param(jnp.full(width, 1.0 - config.scale_offset, param), axes=dims)
-        self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
+        self.over = tuple(range(-over, 0))
+        param, start = execution.policy.param, 1.0 - config.scale_offset
+        self.scale = nnx.Param(jnp.full(shape, start, param), axes=dims) if config.scale else None
+        self.bias = nnx.Param(jnp.zeros(shape, param), axes=dims) if config.bias else None
 
     def deferred(self, x: Float[Array, "*rows width"]) -> Deferred | None:
         """Returns x as input of a matmul kernel that also normalizes; None if no kernel can."""
         config = self.config
         if config.function is not None or config.kind is not NormKind.RMS or config.bias:
+            return None
+        if self.scale is None:
             return None
         norm = RmsNorm(scale=self.scale[...], epsilon=config.epsilon, offset=config.scale_offset)
         return Deferred(x=x, norm=norm)
@@ -46,9 +62,11 @@ class Norm(nnx.Module):
             y = find_part(self.config.function)(y, self.config.epsilon)
         else:
             if self.config.kind is NormKind.LAYER:
-                y = y - jnp.mean(y, axis=-1, keepdims=True)
-            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.epsilon)
-        y = y * (self._row(self.scale, y) + self.config.scale_offset)
+                y = y - jnp.mean(y, axis=self.over, keepdims=True)
+            square = jnp.mean(y * y, axis=self.over, keepdims=True)
+            y = y * jax.lax.rsqrt(square + self.config.epsilon)
+        if self.scale is not None:
+            y = y * (self._row(self.scale, y) + self.config.scale_offset)
         if self.bias is not None:
             y = y + self._row(self.bias, y)
         return labelled(self.policy.to_compute(y), self.label)
@@ -57,4 +75,7 @@ class Norm(nnx.Module):
         vector = param[...]
         if self.gather is not None:
             vector = checkpoint_name(self.gather.whole(vector, self.dims), GATHERED)
-        return jnp.expand_dims(self.policy.to_accum(vector), range(like.ndim - 1))
+        if vector.ndim > 1 and vector.shape[0] != like.shape[-vector.ndim]:
+            # Key heads fewer than the devices that shard them are repeated, and so is their scale.
+            vector = jnp.repeat(vector, like.shape[-vector.ndim] // vector.shape[0], axis=0)
+        return jnp.expand_dims(self.policy.to_accum(vector), range(like.ndim - vector.ndim))

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
-from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+)
 from jaxinfra.config.rope import RopePairs
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import after_pass, in_layer, with_pages
@@ -32,13 +37,18 @@ def can_be_whole(config: ModelConfig) -> bool:
     mixer, fed, norm = block.mixer, block.feed_forward, block.norm
     if others or not isinstance(mixer, GroupedAttentionConfig) or not isinstance(fed, MlpConfig):
         return False
-    is_rotated = mixer.rope is not None and mixer.rope.pairs is RopePairs.HALVES
-    is_plain = not (mixer.window or mixer.logit_soft_cap or mixer.sinks or mixer.function)
-    is_alone = not (mixer.qk_norm or mixer.qkv_bias or mixer.out_bias)
-    is_swiglu = fed.kind is MlpKind.SWIGLU and not fed.bias
-    is_rms = norm.kind is NormKind.RMS and not norm.bias and not norm.function
-    is_pre = block.norm_placement is NormPlacement.PRE
-    return all((is_rotated, is_plain, is_alone, is_swiglu, is_rms, is_pre))
+    if mixer.rope is None or mixer.rope.pairs is not RopePairs.HALVES:
+        return False
+    # Whatever else a block can have is left at its default.
+    heads = {"num_q_heads": mixer.num_q_heads, "num_kv_heads": mixer.num_kv_heads}
+    plain = BlockConfig(
+        mixer=GroupedAttentionConfig(
+            **heads, head_dim=mixer.head_dim, rope=mixer.rope, scale=mixer.scale
+        ),
+        feed_forward=MlpConfig(hidden_dim=fed.hidden_dim),
+        norm=NormConfig(epsilon=norm.epsilon, scale_offset=norm.scale_offset),
+    )
+    return block == plain
 
 
 def whole_step(
@@ -96,7 +106,9 @@ def _weights(block: Block) -> LayerWeights | None:
         rows = int(np.prod(weight.shape[1 : 1 + contracted]))
         return weight.reshape(len(weight), rows, -1)
 
-    def norms(layer: Norm) -> RmsNorm:
+    def norms(layer: Norm | None) -> RmsNorm:
+        assert layer is not None, "can_be_whole"
+        assert layer.scale is not None, "can_be_whole"
         config = layer.config
         return RmsNorm(scale=layer.scale[...], epsilon=config.epsilon, offset=config.scale_offset)
 

@@ -15,6 +15,8 @@ _ACTIVATIONS = {
     MlpKind.GEGLU_TANH: _gelu_tanh,
     MlpKind.GELU: _gelu,
     MlpKind.GELU_TANH: _gelu_tanh,
+    MlpKind.RELU: jax.nn.relu,
+    MlpKind.RELU_SQUARED: lambda x: jnp.square(jax.nn.relu(x)),
 }
 _SLOPE, _LIMIT = 1.702, 7.0  # of SWIGLU_CLAMPED, as gpt-oss has them
 
@@ -31,3 +33,20 @@ def activated(kind: MlpKind, up: jax.Array, gate: jax.Array | None) -> jax.Array
         gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
         return (up + 1.0) * gate * jax.nn.sigmoid(_SLOPE * gate)
     return _ACTIVATIONS[kind](gate) * up
+
+
+def xielu(
+    x: jax.Array, *, rise: jax.Array, fall: jax.Array, slope: float = 0.5, edge: float = -1e-6
+) -> jax.Array:
+    """Computes xIELU (arXiv 2411.13010): softplus(rise) x^2 + slope x for positive x, else
+    (softplus(fall) + slope) (exp(x) - 1 - x) + slope x.
+
+    Args:
+        x: products in the accum dtype.
+        rise, fall: learned numbers [1] in the accum dtype, which say how fast either side grows.
+        edge: x near 0 is taken for this in the exponential.
+    """
+    rise, fall = (jnp.reshape(each, (1,) * x.ndim) for each in (rise, fall))
+    above = jax.nn.softplus(rise) * x * x
+    below = (jax.nn.softplus(fall) + slope) * (jnp.expm1(jnp.minimum(x, edge)) - x)
+    return jnp.where(x > 0, above, below) + slope * x

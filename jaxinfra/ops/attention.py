@@ -56,10 +56,34 @@ def attention(
             kv_segment_ids=segment_ids_BT,
             logit_soft_cap=config.logit_soft_cap,
             sinks=sinks_N,
+            bias=_distance_bias(config, q_BTNH),
             implementation=implementation.value,
         )
     except pallas_kernels.UnsupportedError as error:
         raise UnsupportedError(str(error)) from error
+
+
+def distance_slopes(config: MixerConfig, num_heads: int) -> jax.Array | None:
+    """Returns each head's slope, fp32 [N], or None; raises UnsupportedError for a part of heads."""
+    slopes = config.distance_slopes if isinstance(config, GroupedAttentionConfig) else None
+    if slopes is None:
+        return None
+    if len(slopes) != num_heads:
+        raise UnsupportedError(
+            f"distance_slopes of {len(slopes)} heads, {num_heads} of them on a device: heads with "
+            "slopes are not split over a tensor axis; use fsdp instead"
+        )
+    return jnp.asarray(slopes, jnp.dtype("float32"))
+
+
+def _distance_bias(config: MixerConfig, q_BTNH: jax.Array) -> jax.Array | None:
+    """Bias of scores by distance, fp32 [1, N, T, T], or None (ALiBi, arXiv 2108.12409)."""
+    slopes_N = distance_slopes(config, q_BTNH.shape[2])
+    if slopes_N is None:
+        return None
+    index_T = jnp.arange(q_BTNH.shape[1], dtype=slopes_N.dtype)
+    distance_TS = index_T[:, None] - index_T[None, :]
+    return -slopes_N[None, :, None, None] * distance_TS[None, None]
 
 
 def own_function(config: MixerConfig) -> str | None:
@@ -219,6 +243,11 @@ def partial_attention(
     config: MixerConfig, implementation: AttentionImplementation
 ) -> PartialAttention:
     """Returns the ``PartialAttention`` of a layer; the caller must apply the layer's window."""
+    if isinstance(config, GroupedAttentionConfig) and (config.chunk or config.distance_slopes):
+        raise UnsupportedError(
+            "attention with chunks or distance slopes over the context axis: parts of a sequence "
+            "are merged without them; use fsdp instead"
+        )
     return PartialAttention(
         scale=config.scale, logit_soft_cap=config.logit_soft_cap, implementation=implementation
     )

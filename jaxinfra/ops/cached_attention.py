@@ -24,7 +24,7 @@ from jaxinfra.config.cache import SCALE, CacheFormat
 from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig, MixerConfig
 from jaxinfra.config.rope import RopePairs
 from jaxinfra.numerics.recipe import Recipe
-from jaxinfra.ops.attention import own_attention, own_function
+from jaxinfra.ops.attention import distance_slopes, own_attention, own_function
 from jaxinfra.ops.multiply import multiply
 from pallas_kernels.common import device
 from pallas_kernels.paged_attention import PagedImplementation, attends_chunk, codes_of, numbers_of
@@ -174,7 +174,10 @@ def cached_attention(
         # Padding sees the first key, so that no softmax is of nothing; nobody reads its result.
         mask_BTS = jnp.maximum(positions_BT, 0)[:, :, None] >= slots_S[None, None, :]
         return own_attention(q_BTNH, rows["k"], rows["v"], config, mask_BTS, distance_BTS)
-    if pages.can_be_paged and not is_latent and device.target().capability == (9, 0):
+    in_kernels = isinstance(config, GroupedAttentionConfig) and not (
+        config.chunk or config.distance_slopes
+    )
+    if pages.can_be_paged and in_kernels and device.target().capability == (9, 0):
         return paged_attention(
             q_BTNH, pages, config=config, positions_BT=positions_BT, sinks_N=sinks_N
         )
@@ -256,10 +259,18 @@ def _attend(
     if config.logit_soft_cap is not None:
         cap = config.logit_soft_cap
         scores_BKGTS = cap * jnp.tanh(scores_BKGTS / cap)
-    age_BTS = positions_BT[:, :, None] - jnp.arange(num_slots)[None, None, :]
+    slots_S = jnp.arange(num_slots)
+    age_BTS = positions_BT[:, :, None] - slots_S[None, None, :]
+    slopes_N = distance_slopes(config, num_q_heads)
+    if slopes_N is not None:
+        slopes_1KG11 = slopes_N.reshape(1, num_kv_heads, -1, 1, 1)
+        scores_BKGTS = scores_BKGTS - slopes_1KG11 * age_BTS[:, None, None].astype(fp32)
     visible_BTS = age_BTS >= 0
     if config.window is not None:
         visible_BTS &= age_BTS < config.window
+    chunk = config.chunk if isinstance(config, GroupedAttentionConfig) else None
+    if chunk is not None:
+        visible_BTS &= (slots_S // chunk)[None, None, :] == (positions_BT // chunk)[:, :, None]
     visible_B11TS = visible_BTS[:, None, None]
     if sinks_N is None:
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=visible_B11TS)
@@ -301,6 +312,9 @@ def append_packed_heads(
         or pages.tables_BM is None
         or not isinstance(config, GroupedAttentionConfig)
         or config.qk_norm is not None
+        or config.qkv_clip is not None
+        or config.query_scaling is not None
+        or config.out_gate
         or config.rope is None
         or config.rope.pairs is not RopePairs.HALVES
         or 2 * rope[0].shape[-1] != heads_BTNH.shape[-1]

@@ -5,7 +5,6 @@ import functools
 from pathlib import Path
 
 from jaxinfra import axes
-from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
@@ -38,14 +37,14 @@ class LayerKind:
         return self.block.mixer
 
     @property
-    def feed_forward(self) -> FeedForwardConfig:
-        """The config of these layers' dense feed-forward network or experts."""
+    def feed_forward(self) -> FeedForwardConfig | None:
+        """The config of these layers' dense feed-forward network or experts; None: no such."""
         return self.block.feed_forward
 
     @functools.cached_property
     def num_norms(self) -> int:
         """Number of norms per layer whose input has the residual stream's width."""
-        return 4 if self.block.norm_placement is NormPlacement.SANDWICH else 2
+        return self.block.num_norms
 
     @functools.cached_property
     def kv_width(self) -> int:
@@ -63,9 +62,16 @@ class LayerKind:
     def hidden_width(self) -> int:
         """Hidden elements per token in the feed-forward network, over its active experts."""
         feed_forward = self.feed_forward
+        if feed_forward is None:
+            return 0
         if isinstance(feed_forward, ExpertsConfig):
             return feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
         return feed_forward.hidden_dim
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward network has a gate projection."""
+        return self.feed_forward is not None and self.feed_forward.kind.gated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

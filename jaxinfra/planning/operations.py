@@ -250,7 +250,7 @@ def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[Me
     stream = tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
     mixer = layer.mixer
     positions = tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor) / 2)
-    hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
+    hidden, gated = tokens * layer.hidden_width / tensor, layer.is_gated
     mask, item = 1 if layout.traits.dropout else 0, layout.activation_bytes
     forward = [
         MemoryPass("norms", 2 * item * stream * layer.num_norms),
@@ -357,7 +357,7 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
         return stream + core
     if not layout.traits.fused_attention:
         return _megatron_saved(layer, layout)
-    hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
+    hidden, gated = tokens * layer.hidden_width / tensor, layer.is_gated
     rotated = tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor) / 2)
     inward = item * tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor))
     # Outputs of the projections back into the stream are whole on every device of the axis.

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.kinds import Branches, MlpKind, NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
@@ -52,6 +52,13 @@ def scaled_inputs(block: BlockConfig, method: Method) -> tuple[ScaledInput, ...]
     if method is Method.PLAIN:
         return ()
     mixer, feed = block.mixer, block.feed_forward
+    is_before = block.norm_placement is not NormPlacement.POST and block.norm.scale
+    if not is_before or block.branches is Branches.SHARED_NORM:
+        raise UnsupportedError(
+            f"recipes that scale inputs ({method}) with norm_placement={block.norm_placement}, "
+            f"branches={block.branches}: every layer needs a norm with a scale of its own before "
+            "it; choose rtn-int4, int8, fp8 or fp8-blocks"
+        )
     match mixer:
         case GroupedAttentionConfig():
             found = _of_grouped(mixer, block.norm.scale_offset)
@@ -64,6 +71,8 @@ def scaled_inputs(block: BlockConfig, method: Method) -> tuple[ScaledInput, ...]
             found += _of_dense(feed, block.norm.scale_offset)
         case ExpertsConfig():
             found += _of_experts(feed, block.norm.scale_offset)
+        case None:
+            pass
         case _:
             raise _unknown(feed, method)
     return tuple(each for each in found if each.norm is not None or method is Method.AWQ)
@@ -82,9 +91,10 @@ def _weights(layer: str, *names: str) -> tuple[str, ...]:
 
 
 def _of_grouped(mixer: GroupedAttentionConfig, offset: float) -> list[ScaledInput]:
-    readers = _weights("attention", "query", "key", "value")
+    gate = ("out_gate",) if mixer.out_gate else ()
+    readers = _weights("attention", "query", "key", "value", *gate)
     found = [ScaledInput(readers=readers, norm="attention_norm", offset=offset)]
-    if mixer.num_q_heads == mixer.num_kv_heads:
+    if mixer.num_q_heads == mixer.num_kv_heads and mixer.qkv_clip is None:
         (out,), (value,) = _weights("attention", "out"), _weights("attention", "value")
         found.append(ScaledInput(readers=(out,), columns=value))
     return found

@@ -49,7 +49,7 @@ class QuantizedTensor:
 
 def is_quantizable(tensor: Tensor, matmuls: Mapping[str, bool]) -> bool:
     """Tells whether a tensor in the files is a matmul weight of a layer, so can be quantized."""
-    return not tensor.interleaved and all(
+    return tensor.groups == 1 and all(
         part.path.startswith("blocks/")
         and matmuls.get(part.path, False)
         and part.path.split("/")[-2] not in _KEPT

@@ -159,6 +159,8 @@ def hidden_loss(
         table = decoder.vocabulary_table
     with jax.named_scope("loss"):
         if table is not None:
+            if decoder.logit_bias is not None:
+                hidden_BTD, table = with_bias(hidden_BTD, table, decoder.logit_bias[...])
             return model.execution.kernels.cross_entropy(
                 hidden_BTD,
                 table,
@@ -179,6 +181,23 @@ def hidden_loss(
             )
         total = jnp.sum(each_BT.astype(batch.weights.dtype) * batch.weights)
     return CrossEntropySums(total, total)
+
+
+_BIAS_COLUMNS = 128
+"""Columns that hold a bias of logits in one of them: as many as loss kernels read at a time."""
+
+
+def with_bias(
+    hidden_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Appends columns to hidden states and vocabulary so that their product has the bias in it."""
+    unit = jnp.zeros(_BIAS_COLUMNS, hidden_BTD.dtype).at[0].set(1)
+    ones = jnp.broadcast_to(unit[None, None], (*hidden_BTD.shape[:2], _BIAS_COLUMNS))
+    biases = bias_V.astype(table_VD.dtype)[:, None] * unit.astype(table_VD.dtype)[None]
+    return (
+        jnp.concatenate([hidden_BTD, ones], axis=-1),
+        jnp.concatenate([table_VD, biases], axis=-1),
+    )
 
 
 @final

@@ -10,8 +10,9 @@ from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind, NormKind
 from jaxinfra.config.model import MlpConfig, NormConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.model.decoder import Embedding, stack
+from jaxinfra.model.decoder import stack
 from jaxinfra.model.dropout import dropout
+from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Pass
@@ -40,7 +41,7 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
 def test_norm(config, policy):
     width = 48
     execution = execution_on(policy=POLICIES[policy])
-    norm = Norm(config, width=width, dims=(axes.EMBED,), execution=execution)
+    norm = Norm(config, shape=(width,), dims=(axes.EMBED,), execution=execution)
     norm.scale[...] = norm.scale[...] + draw(width, seed=1)
     if norm.bias is not None:
         norm.bias[...] = draw(width, seed=2)
@@ -72,6 +73,12 @@ SPELLED = {
     MlpKind.GELU: oracle.gelu,
     MlpKind.GELU_TANH: lambda x: (
         0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    ),
+    MlpKind.RELU: lambda x: np.maximum(x, 0),
+    MlpKind.RELU_SQUARED: lambda x: np.maximum(x, 0) ** 2,
+    # Its two learned numbers are 0 at first, and softplus(0) = ln 2.
+    MlpKind.XIELU: lambda x: (
+        0.5 * x + np.where(x > 0, np.log(2) * x**2, (np.log(2) + 0.5) * (np.expm1(x) - x))
     ),
 }
 

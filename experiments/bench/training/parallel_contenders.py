@@ -208,6 +208,7 @@ def _abstract(batch: Batch, job: Job) -> Batch:
 def _plain(name: str, setting: Setting, *, devices: int) -> Contender:
     """The hand-written step; on several devices fully sharded, the residual stream by rows."""
     block, rows = setting.config.blocks[0], setting.batch * devices
+    assert block.feed_forward is not None, "presets"
     shape = plain_step.Shape(
         layers=setting.config.num_layers,
         width=setting.config.model_dim,

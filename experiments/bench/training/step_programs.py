@@ -289,6 +289,7 @@ def plain_reordered(program: Program, config: ModelConfig, *, batch: int, length
 
 def _plain_shape(config: ModelConfig, *, batch: int, length: int) -> plain_step.Shape:
     block = config.blocks[0]
+    assert block.feed_forward is not None, "presets"
     return plain_step.Shape(
         layers=config.num_layers,
         width=config.model_dim,
