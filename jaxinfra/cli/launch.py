@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_memory(processes: int) -> None:
-    """Raises ConfigError where so many processes would not fit into memory without swapping."""
+    """Raises ConfigError if the processes would not fit into memory without swapping."""
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if processes * _PROCESS_BYTES > held and limits_are_on():
         raise ConfigError(

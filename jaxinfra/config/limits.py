@@ -5,7 +5,7 @@ import os
 from jaxinfra.errors import ConfigError
 
 VARIABLE = "JAXINFRA_LIMITS"
-"""Set to ``off`` in the environment, there are none."""
+"""Environment variable that switches the limits off if it is ``off``."""
 
 LIMITS = {
     "steps": 10**9,
@@ -35,7 +35,7 @@ LIMITS = {
 
 
 def limits_are_on() -> bool:
-    """Whether the limits are enforced; an environment variable switches them off."""
+    """Whether sizes above ``LIMITS`` are refused; an environment variable switches this off."""
     return os.environ.get(VARIABLE) != "off"
 
 

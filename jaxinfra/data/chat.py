@@ -100,7 +100,7 @@ class ChatEncoder:
         ]
 
     def notes(self) -> list[str]:
-        """Returns log lines about conversations so far that did not become one plain document."""
+        """Returns log lines on conversations that were split, or whose messages do not count."""
         counts, lines = self._counts, []
         if counts["split"]:
             lines.append(

@@ -68,7 +68,7 @@ class PairEncoder:
         return encoded
 
     def notes(self) -> list[str]:
-        """Returns log lines about conversations so far that did not become one plain document."""
+        """Returns log lines on conversations that were split, or whose messages do not count."""
         return [] if self._chat is None else self._chat.notes()
 
 

@@ -255,7 +255,7 @@ def evaluation_delays(records: Sequence[RankRecord], *, step_ms: float) -> list[
 
 
 def steps_between(ms: float, step_ms: float) -> int:
-    """Returns every how many steps work of ``ms`` may be done, to cost 2% of the step time."""
+    """Returns the interval in steps at which work of ``ms`` costs 2% of the step time."""
     exact = max(1.0, ms / (_RARE * step_ms))
     digits = 10 ** max(0, len(str(int(exact))) - 1)
     return int(-(-exact // digits) * digits)

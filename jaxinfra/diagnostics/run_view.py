@@ -1,4 +1,4 @@
-"""A view of a run directory: while the run trains, afterwards, and beside other runs."""
+"""Data for the views of a run: while it trains, afterwards, and compared to other runs."""
 
 import collections
 import contextlib
@@ -76,7 +76,7 @@ class RunView:
         return f"{len(self.incidents)}: {named}" if named else "0"
 
     def incident_lines(self) -> list[str]:
-        """Returns what a run met, a line for each kind of incident, those of the newest last."""
+        """Returns one line per kind of incident of the run; the newest kind comes last."""
         kinds: dict[str, list[dict[str, Any]]] = {}
         for each in self.incidents:
             kinds.setdefault(each["kind"], []).append(each)

@@ -84,8 +84,8 @@ def engine_fails(arena: Arena) -> str:
 def full_cache(arena: Arena) -> str:
     """Fills the KV cache; requires preempted requests to free their pages and continue later.
 
-    Their pages are recomputed or saved to the host. Beyond ``--max-open`` clients are told to try
-    again.
+    Their pages are recomputed or saved to the host. Clients beyond ``--max-open`` get an answer to
+    try again.
     """
     return "; ".join(_overfill(arena, preemption) for preemption in Preemption)
 

@@ -16,7 +16,7 @@ type Axis = str | tuple[str, ...]
 """Mesh axes that a collective runs over."""
 
 type Groups = tuple[tuple[int, ...], ...]
-"""Equal groups of the devices along some axes, by their numbers there: each runs by itself."""
+"""Equal groups of device numbers along some axes; a collective runs within each group."""
 
 
 def num_devices(axis: Axis) -> int:

@@ -25,7 +25,7 @@ from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode
 from jaxinfra.parallel.context.methods import ContextAttention, ContextLatentAttention
 from jaxinfra.parallel.exchange import ShardedExchange
 from jaxinfra.parallel.fp8 import fp8_devices_on
-from jaxinfra.parallel.gather import KeptWeights
+from jaxinfra.parallel.gather import WeightAllGather
 from jaxinfra.parallel.lookup import ShardedLookup
 from jaxinfra.parallel.loss import TokenLoss
 from jaxinfra.parallel.place import Placement
@@ -76,7 +76,7 @@ def execution_on(
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
     gather = None
     if keep_gathered and placement is not None:
-        gather = KeptWeights(placement=placement, compute=policy.compute)
+        gather = WeightAllGather(placement=placement, compute=policy.compute)
     return Execution(
         policy=policy,
         recomputation=Recomputation(remat=remat, kept=kept, unroll=unroll),

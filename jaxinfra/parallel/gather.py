@@ -18,7 +18,7 @@ from jaxinfra.parallel.place import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class KeptWeights:
+class WeightAllGather:
     """All-gather of weights in the compute dtype; gradients are reduce-scattered in their dtype."""
 
     placement: Placement

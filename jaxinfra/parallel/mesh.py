@@ -69,7 +69,7 @@ STAGES = MeshAxis.PIPE.value
 """The mesh axis whose devices are the stages of a pipeline."""
 
 SERVING_AXES = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
-"""Mesh axes that a model that generates is spread over."""
+"""Mesh axes that serving shards a model and its batch over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

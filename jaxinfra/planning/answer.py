@@ -200,7 +200,7 @@ def serving_lines(
 
 
 def serving_mesh(model: PlannedModel, devices: int) -> MeshConfig:
-    """Returns the mesh that serves one copy of a model on so many devices."""
+    """Returns the mesh that serves one copy of a model on ``devices`` devices."""
     if model.num_experts and model.num_experts % devices == 0:
         return MeshConfig(fsdp=devices, expert=devices)
     return MeshConfig(tensor=devices)

@@ -241,10 +241,10 @@ def pool_tokens(model: PlannedModel, device: Device, serving: Serving) -> int:
 
 
 def cache_copies(model: PlannedModel, devices: int) -> float:
-    """Returns how many copies of each cached element so many devices hold together.
+    """Returns how many copies of each cached element ``devices`` devices hold together.
 
-    KV heads are split over the devices, and repeated where there are fewer. Latents belong to all
-    heads, so each device holds them.
+    KV heads are split over the devices, and repeated if there are fewer heads than devices.
+    Latents belong to all heads, so each device holds them.
     """
     heads = min(
         size
@@ -302,7 +302,7 @@ def decode(
 
 
 def _read_weights(model: PlannedModel, device: Device, serving: Serving, *, tokens: int) -> float:
-    """Returns bytes of weights read in a pass over so many tokens; few tokens use few experts."""
+    """Returns bytes of weights read in a pass over ``tokens`` tokens; few tokens use few experts."""
     return sum(each.traffic(tokens) for each in serving.arrays(model, device))
 
 

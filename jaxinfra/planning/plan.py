@@ -143,12 +143,12 @@ class Plan:
         return self.time.model_flops / (self.time.total_s * self.layout.devices * peak)
 
     def days(self, tokens: float) -> float:
-        """Returns how many days a training run of so many tokens takes."""
+        """Returns how many days a training run of ``tokens`` tokens takes."""
         steps = math.ceil(tokens / (self.layout.batch * self.layout.length))
         return steps * self.time.total_s / 86_400
 
     def dollars(self, tokens: float) -> float:
-        """Returns the dollars that training on so many tokens costs at the device's price."""
+        """Returns the dollars that training on ``tokens`` tokens costs at the device's price."""
         return self.days(tokens) * 24 * self.layout.devices * self.device.dollars_per_hour
 
     @property

@@ -1,4 +1,4 @@
-"""Search of the best layout of a model on a number of devices, and why the others lose."""
+"""Search for the fastest layout of a model on given devices, and why others are slower."""
 
 import collections
 import dataclasses

@@ -45,7 +45,7 @@ from jaxinfra.training.recompute.budget import (
     GatherChoice,
     agreed_bytes,
     budget_bytes,
-    keeping,
+    with_keep_gathered,
 )
 from jaxinfra.training.recompute.optimal import KeptChoice, choose
 from jaxinfra.training.state import (
@@ -267,7 +267,7 @@ def make_job(
     validate(config)
     build = functools.partial(_build_job, traceable=traceable, devices=devices)
     gathering_is_open = config.sharding.keep_gathered is None
-    chosen = keeping(config, gathered=False) if gathering_is_open else config
+    chosen = with_keep_gathered(config, gathered=False) if gathering_is_open else config
     if chosen.training.remat.is_open:
         job = _fitting_job(chosen, build, device=(devices or jax.local_devices())[0])
     else:
@@ -276,7 +276,7 @@ def make_job(
         return job
     if devices is None and may_keep_gathered(config):  # of devices elsewhere nobody knows
         job = _gathering_job(job, build, gib=config.training.memory_budget_gib)
-    named = keeping(job.config, gathered=None)
+    named = with_keep_gathered(job.config, gathered=None)
     return dataclasses.replace(job, config=named)
 
 
@@ -308,7 +308,7 @@ def _gathering_job(job: Job, build: Callable[[RunConfig], Job], *, gib: float | 
     limit = processes.on_first(lambda: budget_bytes(gib, device))
     if not limit:
         return job
-    kept = build(keeping(job.config, gathered=True))
+    kept = build(with_keep_gathered(job.config, gathered=True))
     gathers = GatherChoice(needs_bytes=agreed_bytes(lower_step(kept).compile()), budget_bytes=limit)
     taken = kept if gathers.keeps else job
     return dataclasses.replace(taken, choice=job.choice, gathers=gathers)
@@ -436,18 +436,18 @@ class StepPrograms:
         self._every = job.config.statistics.every
         self._has_run: set[bool] = set()
 
-    def asks(self, step: int) -> bool:
+    def wants_statistics(self, step: int) -> bool:
         """Whether this step runs the program with statistics."""
         return self._every is not None and step % self._every == 0
 
     def phase(self, step: int) -> str:
         """Returns "compile" if this step's program has not run yet, else "step"."""
-        return "step" if self.asks(step) in self._has_run else "compile"
+        return "step" if self.wants_statistics(step) in self._has_run else "compile"
 
     def __call__(self, step: int, state: Any, batch: Batch) -> Any:
         """Runs the program that this step needs; ``state`` is donated."""
-        self._has_run.add(self.asks(step))
-        return (self._statistics if self.asks(step) else self.plain)(state, batch)
+        self._has_run.add(self.wants_statistics(step))
+        return (self._statistics if self.wants_statistics(step) else self.plain)(state, batch)
 
 
 def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:

@@ -40,7 +40,7 @@ class OwnData:
 
     @classmethod
     def of(cls, data: Any, validation: Any) -> "OwnData | None":
-        """Returns what was given, if anything was; raises ConfigError for what is no iterable."""
+        """Returns the script's data, or None; raises ConfigError for what is not iterable."""
         if data is None and validation is None:
             return None
         sets = validation if isinstance(validation, Mapping) else {OWN: validation}
@@ -59,7 +59,7 @@ class OwnData:
         return cls(data=data, validation=sets)
 
     def named_in(self, config: RunConfig) -> RunConfig:
-        """Returns the config with a source that says that a script gave the data.
+        """Returns the config with ``data.source`` set to a mark that a script gives the batches.
 
         Raises:
             ConfigError: the config's data have settings that batches of a script cannot follow.
@@ -171,7 +171,7 @@ class OwnBatches:
         return sample_ids(step, batch_size=self._config.training.batch_size)
 
     def read(self, step: int) -> dict[str, float]:
-        """Returns nothing: a script's data have no sources to count."""
+        """Returns an empty dict: a script's data have no sources to count."""
         del step
         return {}
 

@@ -86,7 +86,7 @@ def make_pipeline_gradient(
         placement=placement,
         schedule=schedule,
         program=make_tick_program(schedule),
-        places=padded_layer_indices(repeats, schedule.num_positions),
+        layer_indices=padded_layer_indices(repeats, schedule.num_positions),
     )
 
 
@@ -106,7 +106,7 @@ class PipelineGradient(GradientFunction):
     placement: Placement
     schedule: Schedule
     program: TickProgram  # of the schedule
-    places: np.ndarray  # layer index of each slot of the stages, from ``padded_layer_indices``
+    layer_indices: np.ndarray  # of each slot of the stages, from ``padded_layer_indices``
 
     def __call__(
         self,
@@ -118,7 +118,7 @@ class PipelineGradient(GradientFunction):
         loss_scale: Float[Array, ""],
     ) -> Gradients:
         """Runs the pipeline's stages, each on its devices, and assembles the gradients."""
-        model, placement, places = self.model, self.placement, self.places
+        model, placement, layer_indices = self.model, self.placement, self.layer_indices
         blocks, shared = zip(*map(_split, (parameters, state)), strict=True)
         micro = self._micro_batches(batch, key, loss_scale)
         whole: Any = PartitionSpec()  # in the places of arrays
@@ -132,13 +132,14 @@ class PipelineGradient(GradientFunction):
             # Every stage has gradients of its own, in branches that others do not take: no sum over
             # stages may be put there, as tracking what differs between them would.
             check_vma=False,
-        )(pad_layers(Arrays(*blocks), places), Arrays(*shared), micro)
+        )(pad_layers(Arrays(*blocks), layer_indices), Arrays(*shared), micro)
         (d_blocks, emitted), sums = result.d_layers, result.sums
         shardings = placement.gradients(model)
-        if len(places) > model.config.repeats[0]:  # padding is left out where each device has all
+        if len(layer_indices) > model.config.repeats[0]:
+            # Padding is removed where each device has all layers.
             d_blocks = jax.lax.with_sharding_constraint(d_blocks, shardings["blocks"])
             small = jax.lax.with_sharding_constraint((emitted, sums), placement.replicated)
-            d_blocks, (emitted, sums) = unpad_layers((d_blocks, small), places)
+            d_blocks, (emitted, sums) = unpad_layers((d_blocks, small), layer_indices)
         gradients = {name: result.d_shared.weights.get(name, d_blocks) for name in parameters}
         return Gradients(
             loss=result.loss,
@@ -195,16 +196,16 @@ class PipelineGradient(GradientFunction):
 
     def layer_context(self, context: _Context, index: jax.Array) -> _Context:
         """Selects from a micro-batch's context the dropout key and scale of layer ``index``."""
-        places = self.places
-        if len(places) > self.model.config.repeats[0]:
+        layer_indices = self.layer_indices
+        if len(layer_indices) > self.model.config.repeats[0]:
             # What a layer of zeros says is of no layer.
-            is_layer = jnp.asarray(places >= 0)[index]
+            is_layer = jnp.asarray(layer_indices >= 0)[index]
             context = dataclasses.replace(
                 context, scale=jnp.where(is_layer, context.scale, jnp.zeros_like(context.scale))
             )
         if context.keys is None:
             return context
-        return dataclasses.replace(context, keys=context.keys[jnp.asarray(places)[index]])
+        return dataclasses.replace(context, keys=context.keys[jnp.asarray(layer_indices)[index]])
 
     def layer(self, arrays: Arrays, context: _Context, x_BTD: jax.Array) -> LayerResult:
         """Runs one repetition of the block pattern, with the recomputation that the config asks

@@ -16,10 +16,10 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
 
 _SUREST = -1e-6
-"""Mean log probability beyond which ORPO's odds do not grow: those of 1 are infinite."""
+"""Largest mean log probability in ORPO's odds, which are infinite at probability 1."""
 
 _CHUNK_LOGITS = 1 << 27
-"""Logits that a device has at a time."""
+"""Largest number of logits that a device computes at a time."""
 
 
 @jax.tree_util.register_dataclass

@@ -19,13 +19,13 @@ from jaxinfra.training.state import State
 from jaxinfra.training.xla_options import describe_options
 
 COLLECTIVES_FILE = "collectives.json"
-"""Beside a trace: what the traced program communicates, over which mesh axes."""
+"""File beside a trace that lists the program's collectives and their mesh axes."""
 
 LAUNCHES_FILE = "launches.json"
-"""Beside a trace: what the traced program launches, in order."""
+"""File beside a trace that lists the program's kernel launches, in order."""
 
 STEP_FILE = "step.json"
-"""Beside a trace: a ``TracedStep``."""
+"""File beside a trace with its ``TracedStep``."""
 
 
 class TracedStep(TypedDict):

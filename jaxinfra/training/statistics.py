@@ -25,7 +25,7 @@ from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.fp8_operands import NUM_LOST, OPERANDS
 
 type StatisticsTable = dict[str, dict[str, Any]]
-"""Numbers by array and name; of the arrays of a stack a list, one for each repetition."""
+"""Statistics by array and name; an array of a stack has one number per repetition."""
 
 
 def parameter_statistics(

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.held import Held
 from pallas_kernels.hopper.mosaic import arith, plgpu
 from pallas_kernels.hopper.slots import COPIED, Slots
+from pallas_kernels.hopper.thread_registers import ThreadRegisters
 from pallas_kernels.hopper.threads import assembly, constant, global_place, i32, total
 
 from .attention_threads import HeadSizes
@@ -55,9 +55,9 @@ class Attention:
     blocks: int
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ThreadRegisters:
         """Register layout of each thread's accumulated values, softmax maxima and softmax sums."""
-        return Held(count=self.sizes.num_held, dtype=jnp.dtype(jnp.float32))
+        return ThreadRegisters(count=self.sizes.num_registers, dtype=jnp.dtype(jnp.float32))
 
     def unsupported(self) -> str | None:
         """Returns why this attention cannot be computed; None if it can."""
@@ -145,9 +145,9 @@ class Attention:
 
                 return self.add_tile(held, smem, slots, turn, left)
 
-            held = lax.fori_loop(first, last, step, self.held.started(self.sizes.nothing))
+            held = lax.fori_loop(first, last, step, self.held.initial(self.sizes.nothing))
             part = lax.axis_index("block") - plan.first_block(h)
-            self.leave(held, smem.x, gmem.attended, gmem.stats, h, part)
+            self.write_partial(held, smem.x, gmem.attended, gmem.stats, h, part)
 
         @pl.when(plan.stop > plan.start)
         def _():
@@ -183,14 +183,14 @@ class Attention:
             del ctx
             turn, left = (each.registers.flat[0] for each in (turn, left))
             k, v = self.wait(ring, barriers, slots, turn)
-            held = self.sizes.tile(self.held.apart(held), x, k, v, left)
+            held = self.sizes.tile(self.held.registers(held), x, k, v, left)
             for each in (turn, total(turn, constant(1))):
-                slots.leave(barriers, each)
-            return self.held.together(held)
+                slots.release(barriers, each)
+            return self.held.wrap(held)
 
         return add(held, smem.x, smem.w, smem.barriers, splat(turn), splat(left))
 
-    def leave(self, held, x_smem, attended, stats, h, part) -> None:
+    def write_partial(self, held, x_smem, attended, stats, h, part) -> None:
         """Writes the attention sums of all warps as the block's partial result."""
         kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
@@ -198,6 +198,6 @@ class Attention:
         def put(ctx, held, x, attended, stats, h, part):
             del ctx
             h, part = (each.registers.flat[0] for each in (h, part))
-            self.sizes.leave(self.held.apart(held), x, attended, stats, h, part)
+            self.sizes.write_partial(self.held.registers(held), x, attended, stats, h, part)
 
         put(held, x_smem, attended, stats, splat(h), splat(part))

@@ -35,8 +35,8 @@ from pallas_kernels.hopper.threads import (
 )
 from pallas_kernels.hopper.tile import LOG2E
 
-from .config import DEPTH, SLICES, THREADS, WIDTH, Share
-from .inputs import QUAD, Columns, Rows, added, asked_quad, place_of, quads, store_quad
+from .config import DEPTH, SLICES, THREADS, WIDTH, WorkSplit
+from .inputs import QUAD, Columns, Rows, added, load_quad, place_of, quads, store_quad
 from .per_thread import below, row_place, thread_anew, warp_and_lane
 
 _COLUMNS = 8  # of a lane: 16 bytes
@@ -55,7 +55,7 @@ class HeadSizes:
     H: int
     scale: float
     dtype: jnp.dtype
-    share: Share  # division of the QKV product among blocks
+    split: WorkSplit  # division of the QKV product among blocks
 
     @property
     def group(self) -> int:
@@ -78,7 +78,7 @@ class HeadSizes:
         return self.keys // (SLICES * _DOWN)
 
     @property
-    def num_held(self) -> int:
+    def num_registers(self) -> int:
         """Number of accumulators per thread: each query head's columns, maximum and sum."""
         return self.group * (_COLUMNS * self.halves + 2)
 
@@ -99,7 +99,7 @@ class HeadSizes:
         The new key and value are also rounded and written to slot ``place`` of the pages, unless
         ``place`` is below 0.
         """
-        per_head, columns = self.H // (2 * QUAD), Columns(share=self.share)
+        per_head, columns = self.H // (2 * QUAD), Columns(split=self.split)
         for unit in quads((self.group + 2) * per_head):
             u, i = (f(unit, constant(per_head)) for f in (arith.divui, arith.remui))
             is_query = below(u, constant(self.group))
@@ -109,7 +109,7 @@ class HeadSizes:
             head = arith.select(is_query, head, total(others, h))
             at = total((i, QUAD))
             firsts = [total((head, self.H), at, constant(half)) for half in (0, self.H // 2)]
-            asked = [columns.asked(heads, first) for first in firsts]
+            partial_sums = [columns.partial_sums(heads, first) for first in firsts]
             angles = [
                 [
                     arith.bitcast(ir.F32Type.get(), word)
@@ -119,7 +119,7 @@ class HeadSizes:
                 ]
                 for each in (cos, sin)
             ]
-            low, high = map(added, asked)
+            low, high = map(added, partial_sums)
             factor = arith.select(is_query, number(self.scale * LOG2E), number(1.0))
             turned: list[list[Any]] = [[], []]
             for a, b, c, s in zip(low, high, *angles, strict=True):
@@ -210,7 +210,7 @@ class HeadSizes:
                         sums[g][e] = fused(found[g][j], each, sums[g][e])
         return [*(x for each in sums for x in each), *peaks, *totals]
 
-    def leave(self, held: list[Any], x, attended, stats, h, part) -> None:
+    def write_partial(self, held: list[Any], x, attended, stats, h, part) -> None:
         """Merges all warps' accumulators; writes unnormalized columns, maximum and sum per head."""
         warp, lane = warp_and_lane()
         per_head, width = _COLUMNS * self.halves, self.H + _PADDING
@@ -278,7 +278,7 @@ class HeadSizes:
 
 
 def put_attended(
-    attended, stats, x: Rows, block, plan: Sequence[Any], sizes: HeadSizes, share: Share
+    attended, stats, x: Rows, block, plan: Sequence[Any], sizes: HeadSizes, split: WorkSplit
 ) -> None:
     """Merges attention's partial results into shared memory, as input of the block's next product.
 
@@ -289,21 +289,21 @@ def put_attended(
         plan: numbers of key tiles per head, of all key tiles, and of blocks that have any.
         share: division of the next product among blocks.
     """
-    parts = most_parts(sizes.K, share.blocks)
-    factors = total(address(x.smem), constant(4 * share.most_rows))
-    for i, quad in enumerate(quads(share.most_rows // QUAD)):
-        at, column = place_of(quad, block, share)
+    parts = most_parts(sizes.K, split.blocks)
+    factors = total(address(x.smem), constant(4 * split.most_rows))
+    for i, quad in enumerate(quads(split.most_rows // QUAD)):
+        at, column = place_of(quad, block, split)
         head, d = (f(column, constant(sizes.H)) for f in (arith.divui, arith.remui))
-        asked = []
+        partial_sums = []
         for part in range(parts):
             row = total(head, constant(part * sizes.N))
-            asked.append(asked_quad(attended, total((row, sizes.H), d)))
+            partial_sums.append(load_quad(attended, total((row, sizes.H), d)))
         if i == 0:
-            _put_factors(stats, factors, parts, block, plan, sizes, share)
+            _put_factors(stats, factors, parts, block, plan, sizes, split)
             meet_in_block(THREADS)
         mine = total(factors, (arith.divui(at, constant(sizes.H)), 4 * parts))
         sums = [number(0.0)] * QUAD
-        for part, found in enumerate(asked):
+        for part, found in enumerate(partial_sums):
             factor = _shared_number(mine, 4 * part)
             # What no block has written may be no number.
             is_none = arith.cmpf(arith.CmpFPredicate.OEQ, factor, number(0.0))
@@ -312,13 +312,15 @@ def put_attended(
         x.store(at, sums)
 
 
-def _put_factors(stats, factors, parts: int, block, plan, sizes: HeadSizes, share: Share) -> None:
+def _put_factors(
+    stats, factors, parts: int, block, plan, sizes: HeadSizes, split: WorkSplit
+) -> None:
     """Writes the factors of the parts of each of the block's heads to shared memory."""
     tiles, line, blocks = plan
-    mine, heads = thread_anew(), share.most_rows // sizes.H
+    mine, heads = thread_anew(), split.most_rows // sizes.H
     assert heads <= THREADS, "a thread has a head"
     with mgpu_utils.when(below(mine, constant(heads))):
-        _, column = place_of(total((mine, sizes.H // QUAD)), block, share)
+        _, column = place_of(total((mine, sizes.H // QUAD)), block, split)
         head = arith.divui(column, constant(sizes.H))
         both = []
         for part in range(parts):

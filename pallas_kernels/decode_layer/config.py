@@ -71,7 +71,7 @@ class TileForm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class WorkSplit:
     """Division of a product among blocks into units: a unit is a column of tiles or a split of it.
 
     Blocks work on neighboring columns at the same time, so that neighboring memory is read

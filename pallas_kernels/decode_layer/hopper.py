@@ -25,7 +25,7 @@ from pallas_kernels.quantized_weight import Arrangement, QuantizedWeight
 from . import inputs
 from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
-from .config import GROUPS, SLICES, THREADS, Share, TileForm, num_stages
+from .config import GROUPS, SLICES, THREADS, TileForm, WorkSplit, num_stages
 from .per_thread import each_thread
 from .reference import WEIGHTS, KeyAndValuePools, LayersCall, LayerWeights
 from .stream import Product, QuantizedTile, TileStream
@@ -59,7 +59,7 @@ def unsupported(call: LayersCall) -> str | None:
     if reason is not None:
         return reason
     kernel = LayersKernel.of(call)
-    reasons = [product.share.unsupported() for product in kernel.products]
+    reasons = [product.split.unsupported() for product in kernel.products]
     reasons.append(kernel.attention.unsupported())
     if any(reasons):
         return next(filter(None, reasons))
@@ -114,7 +114,7 @@ class LayersKernel:
         qkv, out, gate_up, down = (
             Product(
                 weight=name, parts=f"{name}_parts", scales=f"{name}_scales",
-                share=Share(K=k, N=n, depth=form.depth), is_whole=name in ("qkv", "gate_up"),
+                split=WorkSplit(K=k, N=n, depth=form.depth), is_whole=name in ("qkv", "gate_up"),
             )
             for name, (k, n) in shapes.items()
         )  # fmt: skip
@@ -123,10 +123,10 @@ class LayersKernel:
             codes = QuantizedTile(
                 form=form, dtype=call.x.dtype, scale_dtype=layers.qkv.scales.dtype
             )
-        heads = HeadSizes(N=A // H, K=K, H=H, scale=call.scale, dtype=call.x.dtype, share=qkv.share)
+        heads = HeadSizes(N=A // H, K=K, H=H, scale=call.scale, dtype=call.x.dtype, split=qkv.split)
         attention = Attention(
             sizes=heads, num_pages=num_pages, page=page, table=call.tables.shape[1],
-            blocks=qkv.share.blocks,
+            blocks=qkv.split.blocks,
         )  # fmt: skip
         return cls(
             products=(qkv, out, gate_up, down), attention=attention, norms=layers.norms,
@@ -136,8 +136,8 @@ class LayersKernel:
     @property
     def x_bytes(self) -> int:
         """Most bytes of shared memory that the input of any phase takes, beside the ring."""
-        counts = [p.share.K if p.is_whole else p.share.most_rows for p in self.products]
-        rows, sizes = self.products[1].share.most_rows, self.attention.sizes
+        counts = [p.split.K if p.is_whole else p.split.most_rows for p in self.products]
+        rows, sizes = self.products[1].split.most_rows, self.attention.sizes
         factors = rows // sizes.H * most_parts(sizes.K, self.blocks)
         own = max(counts) * (4 if self.codes is None else 2)
         return max(own, 4 * sizes.x_numbers, 4 * (rows + factors))
@@ -180,7 +180,7 @@ class LayersKernel:
             "stats": jax.ShapeDtypeStruct((parts, sizes.N, 2), jnp.float32),
         }
         for product in self.products:
-            shape = (product.share.parts, product.share.N)
+            shape = (product.split.parts, product.split.N)
             results[product.parts] = jax.ShapeDtypeStruct(shape, jnp.float32)
         return launch(
             self.run,
@@ -251,7 +251,7 @@ class LayersKernel:
         """Computes the MLP's hidden values from all blocks' gates and ups, into shared memory."""
 
         def body(parts, x, block):
-            inputs.put_hidden(parts, self.rows(x), block, down.share, wide.share)
+            inputs.put_hidden(parts, self.rows(x), block, down.split, wide.split)
             meet_in_block(THREADS)
 
         refs = [getattr(gmem, wide.parts), smem.x]
@@ -259,11 +259,11 @@ class LayersKernel:
 
     def put_attended(self, gmem, smem, plan: KeyPlan) -> None:
         """Merges attention's results of all blocks, and stores them in shared memory."""
-        share = self.products[1].share
+        split = self.products[1].split
 
         def body(attended, stats, x, block, *plan):
             rows = self.rows(x)
-            put_attended(attended, stats, rows, block, plan, self.attention.sizes, share)
+            put_attended(attended, stats, rows, block, plan, self.attention.sizes, split)
             meet_in_block(THREADS)
 
         numbers = [lax.axis_index("block"), plan.tiles, plan.line, plan.blocks]
@@ -283,15 +283,15 @@ class LayersKernel:
 
     def put_normed(self, gmem, smem, layer: jax.Array, row: int, product: Product | None) -> None:
         """Adds a product to the residual stream, and stores the stream's norm in shared memory."""
-        share, parts = None, []
+        split, parts = None, []
         if product is not None:
-            share, parts = product.share, [getattr(gmem, product.parts)]
+            split, parts = product.split, [getattr(gmem, product.parts)]
 
         def body(x, stream, squares, x_smem, *rest):
             *parts, scale, block = rest
             inputs.put_normed(
                 x, parts[0] if parts else None, stream, scale, squares, self.rows(x_smem), block,
-                row=row, share=share, norm=self.norms[row], blocks=self.blocks, dtype=self.dtype,
+                row=row, split=split, norm=self.norms[row], blocks=self.blocks, dtype=self.dtype,
             )  # fmt: skip
             meet_in_block(THREADS)
 
@@ -303,7 +303,7 @@ class LayersKernel:
         """Writes the block's part of the result to global memory."""
 
         def body(*given):
-            inputs.write_result(*given, row=_MLP, share=down.share, dtype=self.dtype)
+            inputs.write_result(*given, row=_MLP, split=down.split, dtype=self.dtype)
 
         refs = [getattr(gmem, down.parts), gmem.stream, gmem.y]
         each_thread(body, refs, [lax.axis_index("block")])

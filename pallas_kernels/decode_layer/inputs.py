@@ -31,7 +31,7 @@ from pallas_kernels.hopper.threads import (
     widened_pair,
 )
 
-from .config import SLICES, THREADS, Share
+from .config import SLICES, THREADS, WorkSplit
 from .per_thread import below, thread_anew, warp_and_lane
 
 _LANE_BITS = (16, 8, 4, 2, 1)
@@ -43,13 +43,13 @@ QUAD = 4
 class Columns:
     """Reader of the columns of an earlier product's result in this launch."""
 
-    share: Share
+    split: WorkSplit
 
-    def asked(self, parts, column) -> list[list[Any]]:
+    def partial_sums(self, parts, column) -> list[list[Any]]:
         """Loads every partial sum of columns ``column`` (a multiple of 4) to ``column + 3``."""
         return [
-            asked_quad(parts, total(column, constant(part * self.share.N)))
-            for part in range(self.share.parts)
+            load_quad(parts, total(column, constant(part * self.split.N)))
+            for part in range(self.split.parts)
         ]
 
 
@@ -60,7 +60,7 @@ def added(quads: list[list[Any]]) -> list[Any]:
     )
 
 
-def asked_quad(ref, at) -> list[Any]:
+def load_quad(ref, at) -> list[Any]:
     """Loads four fp32 numbers, from index ``at`` on, from an array that other blocks write."""
     words = loaded("ld.relaxed.gpu.global.v4.b32", global_place(ref, at, 4), QUAD, kind="l")
     return [arith.bitcast(ir.F32Type.get(), word) for word in words]
@@ -75,18 +75,19 @@ def quads(count: int) -> list[Any]:
     ]
 
 
-def put_hidden(parts, x: "Rows", block, share: Share, gates_and_ups: Share) -> None:
+def put_hidden(parts, x: "Rows", block, split: WorkSplit, gates_and_ups: WorkSplit) -> None:
     """Computes the MLP's hidden values that this block multiplies, into shared memory."""
-    columns = Columns(share=gates_and_ups)
-    for quad in quads(share.most_rows // QUAD):
-        at, gate = place_of(quad, block, share)
-        asked = [columns.asked(parts, c) for c in (gate, total(gate, constant(share.K)))]
-        gates, ups = map(added, asked)
+    columns = Columns(split=gates_and_ups)
+    for quad in quads(split.most_rows // QUAD):
+        at, gate = place_of(quad, block, split)
+        both = (gate, total(gate, constant(split.K)))
+        loads = [columns.partial_sums(parts, c) for c in both]
+        gates, ups = map(added, loads)
         x.store(at, [swiglu(*both) for both in zip(gates, ups, strict=True)])
 
 
 def put_normed(
-    own, parts, stream, scale, squares_smem, x: "Rows", block, *, row: int, share: Share | None,
+    own, parts, stream, scale, squares_smem, x: "Rows", block, *, row: int, split: WorkSplit | None,
     norm: RmsNorm, blocks: int, dtype: jnp.dtype,
 ) -> None:  # fmt: skip
     """Stores ``norm(x)`` in shared memory, and this block's part of x in the residual stream.
@@ -102,16 +103,16 @@ def put_normed(
     """
     width = norm.scale.shape[-1]
     mine = quads(width // QUAD)
-    asked, columns = [], None if share is None else Columns(share=share)
+    partial_sums, columns = [], None if split is None else Columns(split=split)
     for quad in mine:
         at = total((quad, QUAD))
         if columns is None:
-            asked.append([widened(halves(own, at), dtype)])
+            partial_sums.append([widened(halves(own, at), dtype)])
         else:
-            before = asked_quad(stream, total(at, constant((1 - row) * width)))
-            asked.append([before, *columns.asked(parts, at)])
+            before = load_quad(stream, total(at, constant((1 - row) * width)))
+            partial_sums.append([before, *columns.partial_sums(parts, at)])
     scales = [_scales(scale, total((quad, QUAD)), norm) for quad in mine]
-    rows, square = [added(each) for each in asked], number(0.0)
+    rows, square = [added(each) for each in partial_sums], number(0.0)
     for i, found in enumerate(rows):
         first = total(mgpu_utils.thread_idx(), constant(i * THREADS))
         is_first = below(first, constant(width // QUAD))
@@ -131,29 +132,29 @@ def put_normed(
         x.store(total((quad, QUAD)), normed)
 
 
-def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.dtype) -> None:
+def write_result(parts, stream, y, block, *, row: int, split: WorkSplit, dtype: jnp.dtype) -> None:
     """Writes this block's quads of the result: residual stream plus product, rounded once."""
-    count = share.N // QUAD
-    each = -(-count // share.blocks)
+    count = split.N // QUAD
+    each = -(-count // split.blocks)
     assert each <= THREADS, "a thread has a quad"
     mine = mgpu_utils.thread_idx()
     quad = total((block, each), mine)
     with mgpu_utils.when(arith.andi(below(mine, constant(each)), below(quad, constant(count)))):
         at = total((quad, QUAD))
-        before = asked_quad(stream, total(at, constant(row * share.N)))
-        found = added([before, *Columns(share=share).asked(parts, at)])
+        before = load_quad(stream, total(at, constant(row * split.N)))
+        found = added([before, *Columns(split=split).partial_sums(parts, at)])
         words = [packed_pair(found[i : i + 2], dtype) for i in (0, 2)]
         place = global_place(y, at, 2)
         assembly(None, [place, *words], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r", pure=False)
 
 
-def place_of(quad, block, share: Share) -> tuple[Any, Any]:
+def place_of(quad, block, split: WorkSplit) -> tuple[Any, Any]:
     """Returns a quad's offset in the block's input in shared memory, and its index along K."""
-    per_unit = constant(share.rows // QUAD)
-    unit = total(block, (arith.divui(quad, per_unit), share.blocks))
-    unit = arith.minui(unit, constant(share.units - 1))
-    part = arith.divui(unit, constant(share.across))
-    return total((quad, QUAD)), total((part, share.rows), (arith.remui(quad, per_unit), QUAD))
+    per_unit = constant(split.rows // QUAD)
+    unit = total(block, (arith.divui(quad, per_unit), split.blocks))
+    unit = arith.minui(unit, constant(split.units - 1))
+    part = arith.divui(unit, constant(split.across))
+    return total((quad, QUAD)), total((part, split.rows), (arith.remui(quad, per_unit), QUAD))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

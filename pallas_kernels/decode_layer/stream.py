@@ -3,7 +3,7 @@
 One warpgroup copies tiles of one product after another and waits only for free slots. Weights
 depend on no result, so it loads the next product or layer while other warpgroups wait at a grid
 barrier. Two warpgroups multiply: a warp has 16 rows of every tile, a lane 8 columns. The sums of a
-unit (``Share``) are added in a fixed order and written in fp32.
+unit (``WorkSplit``) are added in a fixed order and written in fp32.
 
 Dims: L layer, K contracted, N column of the weight.
 """
@@ -18,10 +18,10 @@ from jax import lax
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.grid import meet_in_block
-from pallas_kernels.hopper.held import Held
 from pallas_kernels.hopper.machine import LANES, WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.slots import COPIED, Slots
+from pallas_kernels.hopper.thread_registers import ThreadRegisters
 from pallas_kernels.hopper.threads import (
     address,
     assembly,
@@ -47,8 +47,8 @@ from .config import (
     THREADS,
     TILE_BYTES,
     WIDTH,
-    Share,
     TileForm,
+    WorkSplit,
 )
 from .per_thread import (
     below,
@@ -61,7 +61,7 @@ from .per_thread import (
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS  # lanes side by side
 _ROWS = DEPTH // SLICES // (LANES // _ACROSS)  # of a lane, one after another
-_HELD = Held(count=_COLUMNS, dtype=jnp.dtype(jnp.float32))
+_HELD = ThreadRegisters(count=_COLUMNS, dtype=jnp.dtype(jnp.float32))
 FRAGMENTS = WIDTH // COLUMNS
 _STEPS = 2  # of 16 rows, in a block
 _LANES = 4  # that have the same columns
@@ -143,18 +143,18 @@ class Product:
 
     weight: str  # name in global memory of all layers' weights [L, K, N]
     parts: str  # name in global memory of the partial sums, fp32 [parts, N]
-    share: Share
+    split: WorkSplit
     scales: str  # name of all layers' scales, if the weights are quantized
     is_whole: bool  # all of x is in shared memory, not only the block's rows of K
 
     def count(self) -> jax.Array:
         """Returns the number of weight tiles that this block multiplies."""
-        s, block = self.share, lax.axis_index("block")
+        s, block = self.split, lax.axis_index("block")
         return lax.div(s.units - block + (s.blocks - 1), jnp.int32(s.blocks)) * s.down
 
     def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the part of K, tile row and tile column of the block's ``i``-th tile."""
-        s = self.share
+        s = self.split
         unit = lax.axis_index("block") + lax.div(i, jnp.int32(s.down)) * s.blocks
         part, column = lax.div(unit, jnp.int32(s.across)), lax.rem(unit, jnp.int32(s.across))
         return part, part * s.down + lax.rem(i, jnp.int32(s.down)), column
@@ -212,13 +212,13 @@ class TileStream:
         """Loads all weight, key and value tiles that the block needs into the ring."""
 
         def copy_product(layer, which: int, product: Product) -> None:
-            before, share = self.before(layer, which, plan), product.share
+            before, split = self.before(layer, which, plan), product.split
             names = [product.weight] + ([] if self.codes is None else [product.scales])
             stacks = [getattr(gmem, name) for name in names]
 
             def body(barriers, ring, *rest):
                 *arrays, turn, row, column = rest
-                self.fetch(barriers, ring, arrays, turn, row, column, share)
+                self.fetch(barriers, ring, arrays, turn, row, column, split)
 
             def step(i, _):
                 _, row, column = product.place(i)
@@ -237,13 +237,13 @@ class TileStream:
 
         lax.fori_loop(0, self.num_layers, each_layer, None)
 
-    def fetch(self, barriers, ring, arrays: list[Any], turn, row, column, share: Share) -> None:
+    def fetch(self, barriers, ring, arrays: list[Any], turn, row, column, split: WorkSplit) -> None:
         """Starts one thread's part of the copies of a weight tile and its scales."""
         form, line = self.form, self.form.line_bytes
         across, mine = line // COPIED, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
         down, at = (f(mine, constant(across)) for f in (arith.divui, arith.remui))
         # In units of 16 bytes, of which a large weight has fewer than 2**31.
-        stride = share.N * form.row_bits // 8 // COPIED
+        stride = split.N * form.row_bits // 8 // COPIED
         lines = form.depth // form.line_rows
         first = total((total((row, lines), down), stride), (column, across), at)
         source, place = global_place(arrays[0], first, COPIED), self.slots.place(ring, turn)
@@ -257,10 +257,10 @@ class TileStream:
         ]
         self.slots.wait_free(barriers, turn)
         if self.codes is not None:
-            self.fetch_scales(place, arrays[1], row, column, share)
+            self.fetch_scales(place, arrays[1], row, column, split)
         self.slots.fill(barriers, turn, copies)
 
-    def fetch_scales(self, place, scales, row, column, share: Share) -> None:
+    def fetch_scales(self, place, scales, row, column, split: WorkSplit) -> None:
         """Starts one thread's part of the copy of a tile's scales."""
         form, mine = self.form, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
         across = WIDTH * form.scale_bytes // COPIED
@@ -270,7 +270,7 @@ class TileStream:
         if form.group_rows == 0:
             group = constant(0)
         with mgpu_utils.when(below(mine, constant(form.groups * across))):
-            stride = share.N * form.scale_bytes // COPIED
+            stride = split.N * form.scale_bytes // COPIED
             source = global_place(scales, total((group, stride), (column, across), at), COPIED)
             target = total(place, constant(TILE_BYTES), (mine, COPIED))
             self.slots.copy(source, target)
@@ -283,7 +283,7 @@ class TileStream:
     def multiply(self, gmem, smem, layer: jax.Array, which: int, plan: KeyPlan) -> None:
         """Multiplies the input in ``smem.x`` by the block's tiles, and writes partial sums."""
         product = self.products[which]
-        down, before = product.share.down, self.before(layer, which, plan)
+        down, before = product.split.down, self.before(layer, which, plan)
 
         def unit(j, _):
             part, row, column = product.place(j * down)
@@ -294,10 +294,10 @@ class TileStream:
                     sums, smem, before + j * down + i, (base + i) * self.form.depth
                 )
 
-            zeros = _HELD.started(lambda: [number(0.0)] * _COLUMNS)
+            zeros = _HELD.initial(lambda: [number(0.0)] * _COLUMNS)
             sums = lax.fori_loop(0, down, step, zeros)
             parts = getattr(gmem, product.parts)
-            self.leave(sums, smem.sums, parts, j, part, column, product.share)
+            self.write_sums(sums, smem.sums, parts, j, part, column, product.split)
 
         lax.fori_loop(0, lax.div(product.count(), jnp.int32(down)), unit, None)
 
@@ -311,9 +311,9 @@ class TileStream:
             turn, row = (each.registers.flat[0] for each in (turn, row))
             self.slots.wait_full(barriers, turn)
             tile = self.tile if self.codes is None else self.codes.tile
-            found = tile(_HELD.apart(sums), self.slots.place(ring, turn), x, row)
-            self.slots.leave(barriers, turn)
-            return _HELD.together(found)
+            found = tile(_HELD.registers(sums), self.slots.place(ring, turn), x, row)
+            self.slots.release(barriers, turn)
+            return _HELD.wrap(found)
 
         return add(sums, smem.w, smem.x, smem.barriers, splat(turn), splat(row))
 
@@ -334,7 +334,9 @@ class TileStream:
             sums = [fused(w, factor, x) for w, x in zip(weights, sums, strict=True)]
         return sums
 
-    def leave(self, sums, sums_smem: Any, parts: Any, j, part, column, share: Share) -> None:
+    def write_sums(
+        self, sums, sums_smem: Any, parts: Any, j, part, column, split: WorkSplit
+    ) -> None:
         """Adds a unit's sums over all warps and writes them to ``parts[part]`` at its columns."""
         numbers = (j, part, column)
         kinds = (_HELD.layout, *[plgpu.RefType()] * 2, *[plgpu.Layout.WG_SPLAT(())] * 3)
@@ -343,12 +345,12 @@ class TileStream:
         def put(ctx, sums, sums_smem, parts, *numbers):
             del ctx
             j, part, column = (x.registers.flat[0] for x in numbers)
-            self.put(_HELD.apart(sums), sums_smem, parts, j, part, column, share)
+            self.put(_HELD.registers(sums), sums_smem, parts, j, part, column, split)
 
         put(sums, sums_smem, parts, *map(splat, numbers))
 
-    def put(self, sums: list[Any], sums_smem, parts, j, part, column, share: Share) -> None:
-        """Does one thread's part of ``leave``.
+    def put(self, sums: list[Any], sums_smem, parts, j, part, column, split: WorkSplit) -> None:
+        """Does one thread's part of ``write_sums``.
 
         Units alternate between two buffers, so one barrier per unit separates reads of a buffer
         from the next writes to it.
@@ -374,6 +376,6 @@ class TileStream:
             for i in range(SLICES):
                 text = f"ld.shared.f32 $0, [$1+{4 * WIDTH * i}];"
                 found.append(assembly(ir.F32Type.get(), [place], text, "=f,r", pure=False))
-            out = global_place(parts, total((part, share.N), (column, WIDTH), mine), 4)
+            out = global_place(parts, total((part, split.N), (column, WIDTH), mine), 4)
             both = [out, functools.reduce(arith.addf, found)]
             assembly(None, both, "st.global.f32 [$0], $1;", "l,f", pure=False)

@@ -169,7 +169,7 @@ class FusedMatmulKernel:
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(sums), return_type=held.array)
         def join(ctx, *sums):
             del ctx
-            numbers = [x for each in sums for x in held.apart(each)]
-            return held.together(numbers)
+            numbers = [x for each in sums for x in held.registers(each)]
+            return held.wrap(numbers)
 
         return join(*sums)

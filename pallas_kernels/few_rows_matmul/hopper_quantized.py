@@ -260,7 +260,7 @@ class QuantizedKernel:
         @plgpu.inline_mgpu(arg_types=(held.layout, *kinds), return_type=held.array)
         def add(ctx, sums, *refs):
             del ctx
-            return held.together(self.stage(held.apart(sums), *refs))
+            return held.wrap(self.stage(held.registers(sums), *refs))
 
         return add(sums, *refs)
 

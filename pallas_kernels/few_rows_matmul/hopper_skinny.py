@@ -180,7 +180,7 @@ class SkinnyKernel:
         if self.s.swiglu:
             pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
             sums = [gate / (1.0 + jnp.exp(-gate)) * up for gate, up in pairs]
-        self.leave(gmem, smem, block, group, sums)
+        self.write_results(gmem, smem, block, group, sums)
 
     def accumulators(self) -> list[Any]:
         """Returns a warpgroup's accumulators, those of gates first."""
@@ -193,7 +193,7 @@ class SkinnyKernel:
                 acc, smem.x.at[slot, pl.ds(group * GROUP_ROWS, GROUP_ROWS)], smem.w.at[slot, part]
             )
 
-    def leave(self, gmem, smem, block, group: int, results: Sequence[jax.Array]) -> None:
+    def write_results(self, gmem, smem, block, group: int, results: Sequence[jax.Array]) -> None:
         """Stores a warpgroup's 64 rows of the block's columns."""
         (result,), first = results, group * GROUP_ROWS
         smem.out[pl.ds(first, GROUP_ROWS)] = result.astype(smem.out.dtype)
@@ -221,7 +221,7 @@ class TransposedKernel(SkinnyKernel):
 
     @property
     def strips(self) -> range:
-        """First columns of the accumulators in a weight tile's piece of ``part_n`` columns."""
+        """First column of each accumulator, within the ``part_n`` columns of a weight tile."""
         return range(0, self.part_n, GROUP_ROWS)
 
     def accumulators(self) -> list[Any]:
@@ -241,7 +241,7 @@ class TransposedKernel(SkinnyKernel):
         """Returns the buffers of results to store; splits of K are stored from registers."""
         return {} if self.c.splits > 1 else super().staged_results(rows)
 
-    def leave(self, gmem, smem, block, group: int, results: Sequence[jax.Array]) -> None:
+    def write_results(self, gmem, smem, block, group: int, results: Sequence[jax.Array]) -> None:
         """Stores a warpgroup's half of the rows of the block's columns."""
         rows = pl.ds(group * self.rows_each, self.rows_each)
         for first, result_NM in zip(self.strips, results, strict=True):

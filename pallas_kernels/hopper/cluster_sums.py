@@ -17,9 +17,9 @@ from jax import lax
 from jaxlib.mlir import ir
 
 from .grid import meet_in_cluster
-from .held import Held
 from .machine import WARPGROUP
 from .mosaic import arith, mgpu, mgpu_utils, plgpu
+from .thread_registers import ThreadRegisters
 from .threads import (
     address,
     assembly,
@@ -68,13 +68,13 @@ class ClusterSums:
         return self.tiles * self.strips * 4
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ThreadRegisters:
         """Form of the array that carries all threads' fp32 sums."""
-        return Held(count=self.count, dtype=jnp.dtype(jnp.float32))
+        return ThreadRegisters(count=self.count, dtype=jnp.dtype(jnp.float32))
 
     def nothing(self) -> jax.Array:
         """Returns an array of zero sums, to which products are added."""
-        return self.held.started(lambda: [mgpu.c(0.0, ir.F32Type.get())] * self.count)
+        return self.held.initial(lambda: [mgpu.c(0.0, ir.F32Type.get())] * self.count)
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
         """Adds the sums of all blocks and warpgroups and writes this block's result columns."""
@@ -82,7 +82,7 @@ class ClusterSums:
         @plgpu.inline_mgpu(arg_types=(self.held.layout, plgpu.RefType()))
         def keep(ctx, sums, ref):
             del ctx
-            self.keep(self.held.apart(sums), ref)
+            self.keep(self.held.registers(sums), ref)
 
         keep(sums, smem.sums.at[group])
         meet_in_cluster(ordered=True)
@@ -121,7 +121,7 @@ class ClusterSums:
         width = self.width // self.split
         pairs, threads = width // 2 * self.rows_at_a_time, self.groups * WARPGROUP
         rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
-        bases = self.everywhere(sums)
+        bases = self.addresses_of_sums(sums)
         for start in range(0, pairs, threads):
             pair = total(thread(), (group, WARPGROUP), constant(start))
             m, n = (f(pair, constant(width // 2)) for f in (arith.divui, arith.remui))
@@ -147,14 +147,14 @@ class ClusterSums:
     def pair_of(self, bases: list[Any], m, n) -> list[Any]:
         """Returns the cluster's results (f32) of row m in columns n and n + 1."""
         if not self.gated:
-            return [self.everyones(bases, self.offset(m, n), e) for e in range(2)]
+            return [self.cluster_sum(bases, self.offset(m, n), e) for e in range(2)]
         ups = total(n, constant(self.width))
         gate, up = (
-            [self.everyones(bases, self.offset(m, x), e) for e in range(2)] for x in (n, ups)
+            [self.cluster_sum(bases, self.offset(m, x), e) for e in range(2)] for x in (n, ups)
         )
         return [swiglu(*each) for each in zip(gate, up, strict=True)]
 
-    def everywhere(self, sums) -> list[Any]:
+    def addresses_of_sums(self, sums) -> list[Any]:
         """Returns the shared memory address of the sums of each block of the cluster."""
         text = "mapa.shared::cluster.u32 $0, $1, $2;"
         return [
@@ -169,7 +169,7 @@ class ClusterSums:
         register = total((total((tile, self.strips), strip), 4), (half, 2), e)
         return total((register, 4 * WARPGROUP), (warp, 128), (g, 16), (t, 4))
 
-    def everyones(self, bases: list[Any], offset, e: int) -> Any:
+    def cluster_sum(self, bases: list[Any], offset, e: int) -> Any:
         """Sums the element at ``offset`` (e = 1: the next column's) over blocks and warpgroups."""
         f32 = ir.F32Type.get()
         found = []

@@ -64,7 +64,7 @@ class Slots:
         slot = arith.remui(turn, constant(self.count))
         return total(address(barriers), (slot, _BYTES), constant(which * self.count * _BYTES))
 
-    def leave(self, barriers: Any, turn: Any) -> None:
+    def release(self, barriers: Any, turn: Any) -> None:
         """Signals that this thread's warp has read tile number ``turn``: its slot may be reused."""
         assembly(None, [], "bar.warp.sync 0xffffffff;", "~{memory}", pure=False)
         lane = arith.remui(mgpu_utils.thread_idx(), constant(LANES))

@@ -91,7 +91,7 @@ def strips(x: jax.Array) -> list[jax.Array]:
 
 
 def sum_strips(x: jax.Array) -> jax.Array:
-    """Adds a tile's strips to [rows, 8]: row sums except over 8 columns, without shuffles."""
+    """Adds a tile's strips of 8 columns, without shuffles: [rows, 8], still to sum per row."""
     parts = strips(x)
     while len(parts) > 1:
         odd = parts[len(parts) & ~1 :]

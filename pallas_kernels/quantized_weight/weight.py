@@ -386,7 +386,7 @@ def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def fragment_words(data: jax.Array, *, form: WeightFormat) -> jax.Array:
-    """Reorders codes from rows order to words of MMA fragments [B, C, W]."""
+    """Reorders codes from rows order to fragments order, as 32-bit words [B, C, W]."""
     is_4_bit = form.code.bits == 4
     codes = unpacked_pairs(data, form.group_rows) if is_4_bit else data
     codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)

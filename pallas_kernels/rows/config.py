@@ -89,7 +89,7 @@ class RowConfig:
 
     @property
     def columns(self) -> int:
-        """Number of columns that the chunks of a row (or batch of whole rows) cover."""
+        """Number of columns in all chunks of a row (or of a batch of rows), padding included."""
         return self.cluster * self.group * self.chunks * self.piece
 
 

@@ -61,7 +61,7 @@ def masked(
     def masked(_, x, row, column):
         found = list(x.registers.flat)
         _, *bounds = copies.bounds(value(row), value(column))
-        for k, holds in doubtful(copies, c, bounds, cut).items():
+        for k, holds in partly_valid(copies, c, bounds, cut).items():
             other = vectors.broadcast(found[k].type, mgpu.c(fill, ir.F32Type.get()))
             taken = holds[0]
             if len(holds) > 1:
@@ -86,7 +86,7 @@ def write(
         shift, *bounds = copies.bounds(row, column)
         at = _first(c, width)
         begin = copies.place(array, row, total(arith.subi(column, shift), at), size)
-        some = {} if cut is None else doubtful(copies, c, bounds, cut)
+        some = {} if cut is None else partly_valid(copies, c, bounds, cut)
         for k, register in enumerate(x.registers.flat):
             down, right = divmod(k, across)
             behind = down * WARPS * width + right * LANES * c.vector
@@ -130,7 +130,7 @@ def added(x: jax.Array, y: jax.Array, *, vector: int) -> jax.Array:
     return added(x, plgpu.layout_cast(y, layout))
 
 
-def doubtful(copies: Copies, c: RowConfig, bounds: Any, cut: Cut) -> dict[int, list[Any]]:
+def partly_valid(copies: Copies, c: RowConfig, bounds: Any, cut: Cut) -> dict[int, list[Any]]:
     """Returns which of a thread's registers may hold a neighboring row's elements.
 
     Each maps to the condition that its elements belong to the row: one for all of them, or one per

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import InputError, UnsupportedError, decode_layers
 from pallas_kernels.common import device
-from pallas_kernels.decode_layer.config import Share, num_stages
+from pallas_kernels.decode_layer.config import WorkSplit, num_stages
 from tests.kernels.layer_cases import LayerCase, bits
 from tests.tolerance import assert_within_rounding
 
@@ -61,12 +61,12 @@ def test_quantized_layers():
 )  # fmt: skip
 def test_units_are_dealt_out_evenly(K, N, busiest):
     """Sizes of Llama-3.2-1B and Llama-3-8B: no block has 4% more tiles than all have on average."""
-    share = Share(K=K, N=N)
-    assert share.unsupported() is None
-    assert share.most * share.down == busiest
-    assert busiest * share.blocks * 16_384 <= 1.04 * 2 * K * N
-    assert share.units * share.down * 16_384 == 2 * K * N
-    assert share.parts <= 8
+    split = WorkSplit(K=K, N=N)
+    assert split.unsupported() is None
+    assert split.most * split.down == busiest
+    assert busiest * split.blocks * 16_384 <= 1.04 * 2 * K * N
+    assert split.units * split.down * 16_384 == 2 * K * N
+    assert split.parts <= 8
 
 
 def test_rings_fit():

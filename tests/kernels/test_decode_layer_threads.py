@@ -15,7 +15,7 @@ from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.decode_layer import inputs, stream
 from pallas_kernels.decode_layer.attention import Attention
 from pallas_kernels.decode_layer.attention_threads import HeadSizes, most_parts, put_attended
-from pallas_kernels.decode_layer.config import DEPTH, SLICES, THREADS, WIDTH, Share, TileForm
+from pallas_kernels.decode_layer.config import DEPTH, SLICES, THREADS, WIDTH, TileForm, WorkSplit
 from pallas_kernels.decode_layer.per_thread import layer_array
 from pallas_kernels.decode_layer.stream import QuantizedTile, TileStream
 from pallas_kernels.hopper.mosaic import arith
@@ -49,9 +49,9 @@ class Block:
             return body(*arguments, **options)
 
 
-def in_parts(rng, x: np.ndarray, share: Share) -> np.ndarray:
+def in_parts(rng, x: np.ndarray, split: WorkSplit) -> np.ndarray:
     """Columns as blocks leave their parts: [parts, N]."""
-    found = rng.normal(size=(share.parts, share.N)).astype(np.float32)
+    found = rng.normal(size=(split.parts, split.N)).astype(np.float32)
     found[-1] = x - found[:-1].sum(axis=0)
     return found
 
@@ -61,39 +61,39 @@ def fp32(x_smem: Ref) -> inputs.Rows:
     return inputs.Rows(smem=x_smem, packed=None)
 
 
-def units_of(share: Share, b: int) -> list[int]:
+def units_of(split: WorkSplit, b: int) -> list[int]:
     """A block's, as ``Product.place`` deals them."""
-    return list(range(b, share.units, share.blocks))
+    return list(range(b, split.units, split.blocks))
 
 
-def rows_of(share: Share, b: int) -> np.ndarray:
+def rows_of(split: WorkSplit, b: int) -> np.ndarray:
     """Rows of the weight in a block's units."""
-    rows = share.rows
-    parts = [u // share.across for u in units_of(share, b)]
+    rows = split.rows
+    parts = [u // split.across for u in units_of(split, b)]
     return np.concatenate([np.arange(rows) + part * rows for part in parts])
 
 
 def test_a_product_of_all_blocks_is_whole():
-    rng, share = np.random.default_rng(0), Share(K=768, N=320, blocks=4)
-    x, w = rng.normal(size=share.K).astype(np.float32), bfloat16(rng, share.K, share.N)
+    rng, split = np.random.default_rng(0), WorkSplit(K=768, N=320, blocks=4)
+    x, w = rng.normal(size=split.K).astype(np.float32), bfloat16(rng, split.K, split.N)
     block, stream = Block(), stream_of(layers=2)
     x_ref, sums_ref = block.put(x), block.nothing(2, SLICES, WIDTH)
     ring, barriers = block.nothing(3, DEPTH, WIDTH // 2), block.nothing(16)
     weights = block.put(np.stack([w * 0, w]))
-    parts = block.nothing(share.parts, share.N)
-    assert share.parts > 1
-    for b in range(share.blocks):
-        for j, u in enumerate(units_of(share, b)):
-            part, column = divmod(u, share.across)
+    parts = block.nothing(split.parts, split.N)
+    assert split.parts > 1
+    for b in range(split.blocks):
+        for j, u in enumerate(units_of(split, b)):
+            part, column = divmod(u, split.across)
             sums = [np.zeros(THREADS, np.float32)] * 8
-            for turn in range(share.down):
-                row = part * share.down + turn
+            for turn in range(split.down):
+                row = part * split.down + turn
                 weight = block.run(layer_array, weights, 1, w.nbytes)
-                block.run(stream.fetch, barriers, ring, [weight], turn, row, column, share)
+                block.run(stream.fetch, barriers, ring, [weight], turn, row, column, split)
                 place = block.run(stream.slots.place, ring, turn)
                 sums = block.run(stream.tile, sums, place, x_ref, row * DEPTH)
-            block.run(stream.put, sums, sums_ref, parts, j, part, column, share)
-    got = block.read(parts, share.parts, share.N).sum(axis=0)
+            block.run(stream.put, sums, sums_ref, parts, j, part, column, split)
+    got = block.read(parts, split.parts, split.N).sum(axis=0)
     want = x.astype(np.float64) @ w.astype(np.float64)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
@@ -118,38 +118,38 @@ def stream_of(*, layers: int) -> TileStream:
 
 def attention_of(H: int) -> Attention:
     """A small one."""
-    share = Share(K=256, N=8 * H, blocks=7)
-    sizes = HeadSizes(N=4, K=2, H=H, scale=0.2, dtype=BF16, share=share)
+    split = WorkSplit(K=256, N=8 * H, blocks=7)
+    sizes = HeadSizes(N=4, K=2, H=H, scale=0.2, dtype=BF16, split=split)
     return Attention(sizes=sizes, num_pages=11, page=32, table=12, blocks=3)
 
 
 @pytest.mark.parametrize("is_summed", [False, True])
 def test_a_normalized_stream(is_summed):
-    rng, share = np.random.default_rng(1), Share(K=512, N=1152, blocks=7)
-    x, product = bfloat16(rng, share.N), rng.normal(size=share.N)
-    scale = rng.normal(size=share.N).astype(np.float32)
+    rng, split = np.random.default_rng(1), WorkSplit(K=512, N=1152, blocks=7)
+    x, product = bfloat16(rng, split.N), rng.normal(size=split.N)
+    scale = rng.normal(size=split.N).astype(np.float32)
     norm = RmsNorm(scale=jnp.asarray(scale), epsilon=1e-3, offset=1.0)
     block = Block()
-    own, parts = block.put(x), block.put(in_parts(rng, product, share))
-    before = np.full((2, share.N), np.nan, np.float32)
+    own, parts = block.put(x), block.put(in_parts(rng, product, split))
+    before = np.full((2, split.N), np.nan, np.float32)
     before[0] = x
-    for b in range(share.blocks):
-        x_smem, stream = block.nothing(share.N), block.put(before)
+    for b in range(split.blocks):
+        x_smem, stream = block.nothing(split.N), block.put(before)
         block.run(
             inputs.put_normed, None if is_summed else own, parts if is_summed else None, stream,
             block.put(scale), block.nothing(SLICES), fp32(x_smem), b, row=1,
-            share=share if is_summed else None, norm=norm, blocks=share.blocks, dtype=BF16,
+            split=split if is_summed else None, norm=norm, blocks=split.blocks, dtype=BF16,
         )  # fmt: skip
-        before = block.threads.read(stream, (2, share.N), np.float32).copy()
+        before = block.threads.read(stream, (2, split.N), np.float32).copy()
         want = x.astype(np.float64) + (product if is_summed else 0.0)
         normed = want / np.sqrt(np.mean(want**2) + 1e-3) * (scale.astype(np.float64) + 1.0)
-        np.testing.assert_allclose(block.read(x_smem, share.N), normed, **TOLERANCE)
+        np.testing.assert_allclose(block.read(x_smem, split.N), normed, **TOLERANCE)
     np.testing.assert_allclose(before[1], want, **TOLERANCE)  # of all blocks
 
 
 def test_hidden_values_of_a_blocks_units():
     rng, blocks = np.random.default_rng(2), 7
-    down, wide = Share(K=640, N=256, blocks=blocks), Share(K=512, N=1280, blocks=blocks)
+    down, wide = WorkSplit(K=640, N=256, blocks=blocks), WorkSplit(K=512, N=1280, blocks=blocks)
     gates, ups = rng.normal(size=(2, down.K))
     hidden = gates / (1 + np.exp(-gates)) * ups
     block = Block()
@@ -169,7 +169,7 @@ def test_tiles_of_codes_and_their_scales(form):
     K, N = 2 * depth, 192
     weight = stream_weight(form, K, N)
     codes = QuantizedTile(form=TileForm.of(weight), dtype=BF16, scale_dtype=weight.scales.dtype)
-    share = Share(K=K, N=N, blocks=4, depth=depth)
+    split = WorkSplit(K=K, N=N, blocks=4, depth=depth)
     stream = dataclasses.replace(stream_of(layers=1), codes=codes)
     block, stage = Block(), codes.form.stage_bytes
     arrays = [block.put(np.asarray(each)) for each in (weight.data, weight.scales)]
@@ -177,7 +177,7 @@ def test_tiles_of_codes_and_their_scales(form):
     x = bfloat16(rng, K)
     numbers = np.asarray(weight.dequantize(jnp.float32), np.float64)
     for row, column in ((0, 0), (1, 2)):
-        block.run(stream.fetch, barriers, ring, arrays, 1, row, column, share)
+        block.run(stream.fetch, barriers, ring, arrays, 1, row, column, split)
         tile = block.threads.read(Ref(ring.base + stage), (stage,), np.uint8)
         rows, columns = slice(row * depth, (row + 1) * depth), slice(column * 64, column * 64 + 64)
         got = multiplied_by_warps(codes, tile, x[rows])
@@ -217,14 +217,14 @@ def stream_weight(form: str, K: int, N: int) -> QuantizedWeight:
 
 
 def test_the_result_is_written_once():
-    rng, share = np.random.default_rng(3), Share(K=512, N=1152, blocks=7)
-    x, product = rng.normal(size=(2, share.N)).astype(np.float32), rng.normal(size=share.N)
+    rng, split = np.random.default_rng(3), WorkSplit(K=512, N=1152, blocks=7)
+    x, product = rng.normal(size=(2, split.N)).astype(np.float32), rng.normal(size=split.N)
     block = Block()
-    parts, stream = block.put(in_parts(rng, product, share)), block.put(x)
-    out = block.put(np.full(share.N, np.nan, ml_dtypes.bfloat16))
-    for b in range(share.blocks):
-        block.run(inputs.write_result, parts, stream, out, b, row=1, share=share, dtype=BF16)
-    got = block.threads.read(out, (share.N,), ml_dtypes.bfloat16).astype(np.float64)
+    parts, stream = block.put(in_parts(rng, product, split)), block.put(x)
+    out = block.put(np.full(split.N, np.nan, ml_dtypes.bfloat16))
+    for b in range(split.blocks):
+        block.run(inputs.write_result, parts, stream, out, b, row=1, split=split, dtype=BF16)
+    got = block.threads.read(out, (split.N,), ml_dtypes.bfloat16).astype(np.float64)
     np.testing.assert_allclose(got, x[1] + product, rtol=2.0**-8, atol=1e-5)
 
 
@@ -237,7 +237,7 @@ def test_attention_of_all_blocks(H, length):
     angles = rng.uniform(0, 6, H // 2)
     cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
     block = Block()
-    refs = [block.put(in_parts(rng, heads.ravel(), sizes.share)), block.put(cos), block.put(sin)]
+    refs = [block.put(in_parts(rng, heads.ravel(), sizes.split)), block.put(cos), block.put(sin)]
     table = np.full(attention.table, -1, np.int32)
     table[: -(-length // page)] = rng.permutation(attention.num_pages)[: -(-length // page)]
     rows = [table[p // page] * page + p % page for p in range(length)]
@@ -266,9 +266,9 @@ def test_attention_of_all_blocks(H, length):
                     block.run(sizes.put_token, x_smem, k, v, left - 1)
                 held = block.run(sizes.tile, held, x_smem, k, v, left)
             part = b - ((h * tiles + 1) * used - 1) // line
-            block.run(sizes.leave, held, x_smem, attended, stats, h, part)
+            block.run(sizes.write_partial, held, x_smem, attended, stats, h, part)
     got = np.zeros(N * H)
-    out = Share(K=N * H, N=256, blocks=blocks)
+    out = WorkSplit(K=N * H, N=256, blocks=blocks)
     x_smem = block.nothing(out.most_rows + out.most_rows // H * parts)
     for b in range(blocks):
         plan = tiles, line, used

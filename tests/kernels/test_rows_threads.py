@@ -185,7 +185,7 @@ def test_what_is_a_neighbors_is_told(columns, vector):
         cut = Cut(sure=sure, begins=columns % 8 > 0 and chunk == 0)
         with Threads(made).working():
             _, *bounds = made.bounds(np.int64(row), np.int64(column))
-            found = registers.doubtful(made, c, bounds, cut)
+            found = registers.partly_valid(made, c, bounds, cut)
         for k in range(c.tile // (LANES * vector)):
             at = (first + k * LANES * vector)[:, None] + np.arange(vector) + column
             mine = (at >= begin) & (at < begin + columns)

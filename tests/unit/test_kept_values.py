@@ -32,7 +32,7 @@ from jaxinfra.training.recompute.block_graph import (
     Option,
     best_options,
     cheapest,
-    keeping,
+    cost_of_keeping,
     peak_bytes,
     trace_repetition,
 )
@@ -93,14 +93,14 @@ SETS = [
 def test_the_graph_says_what_jax_computes_again_and_keeps():
     everything = (*graph().names, *kept_by(Remat.DOTS))
     least_dots, _ = traced(everything)
-    assert keeping(graph(), frozenset(everything), REFERENCE_PEAK).matmuls == 0
+    assert cost_of_keeping(graph(), frozenset(everything), REFERENCE_PEAK).matmuls == 0
     for names in SETS:
         dots, size = traced(names)
-        kept = keeping(graph(), frozenset(names), REFERENCE_PEAK)
+        kept = cost_of_keeping(graph(), frozenset(names), REFERENCE_PEAK)
         assert dots - least_dots == kept.matmuls, names
         # Beside what is kept by name JAX holds tables of rotary embeddings and segments.
         assert 0 <= size - kept.bytes <= 4 * ROWS * LENGTH * 64, names
-    assert keeping(graph(), frozenset(), REFERENCE_PEAK).bytes == 0
+    assert cost_of_keeping(graph(), frozenset(), REFERENCE_PEAK).bytes == 0
 
 
 def test_fixed_policies_are_not_better_than_the_options():
@@ -108,7 +108,7 @@ def test_fixed_policies_are_not_better_than_the_options():
     assert options[0].bytes == 0
     assert options[-1].seconds == 0.0
     for remat in (Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL):
-        kept = keeping(graph(), frozenset(kept_by(remat)), REFERENCE_PEAK)
+        kept = cost_of_keeping(graph(), frozenset(kept_by(remat)), REFERENCE_PEAK)
         beside = [each for each in options if each.bytes <= kept.bytes]
         assert min(each.matmuls for each in beside) <= kept.matmuls
 

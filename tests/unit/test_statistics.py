@@ -46,7 +46,7 @@ def test_the_ordinary_step_is_the_same_program():
 def test_programs_are_chosen_by_step():
     job = make_job(config_of(ASKED))
     programs = StepPrograms(job)
-    assert [programs.asks(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [programs.wants_statistics(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
     assert programs.phase(2) == "compile"
     with pytest.raises(ConfigError, match="every=0 must be at least 1"):
         config_of("statistics.every=0")

@@ -140,7 +140,7 @@ def _set(config: RunConfig, setting: str) -> Trial[RunConfig]:
 
 
 def fixed_remat(config: RunConfig) -> RunConfig:
-    """Returns the config with a fixed recomputation policy: the strongest in place of ``auto``."""
+    """Returns the config with ``auto`` and ``optimal`` recomputation replaced by ``full``."""
     if not config.training.remat.is_open:
         return config
     named = dataclasses.replace(config.training, remat=Remat.FULL, memory_budget_gib=None)

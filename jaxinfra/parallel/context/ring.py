@@ -31,7 +31,7 @@ from jaxinfra.ops.attention import ATTENTION_NAMES, PartialAttention, merge_part
 from jaxinfra.parallel.collectives import shift_together
 
 type Partial = tuple[jax.Array, jax.Array]
-"""(out, lse) over some of the keys."""
+"""Result of attention to some of the keys: (out, lse)."""
 
 type KeyBlock = tuple[jax.Array, jax.Array, jax.Array | None]
 """k and v [B, t, K, H] of one device, and their documents [B, t]."""

@@ -197,7 +197,7 @@ def make_schedule(
     chunks: int = 1,
     backward_ticks: int = 1,
 ) -> Schedule:
-    """Makes the schedule called ``name``; raises ConfigError if it cannot have so many chunks.
+    """Makes the schedule called ``name``; raises ConfigError if it cannot have ``chunks`` chunks.
 
     Args:
         backward_ticks: assumed duration of a backward pass, in forward passes. A wrong value costs

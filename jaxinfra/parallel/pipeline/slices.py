@@ -388,38 +388,38 @@ def _is_cheap(made: Mapping[int, _Equation], from_dy: set[int], value: int) -> b
 def padded_layer_indices(num_layers: int, runs: int) -> np.ndarray:
     """Splits layers into runs; returns layer indices, int [runs * longest run], -1 for padding."""
     longest, first_short = -(-num_layers // runs), num_layers % runs or runs
-    places = np.full((runs, longest), -1)
+    layer_indices = np.full((runs, longest), -1)
     start = 0
     for run in range(runs):
         size = longest - (run >= first_short)
-        places[run, :size] = np.arange(start, start + size)
+        layer_indices[run, :size] = np.arange(start, start + size)
         start += size
-    return places.reshape(-1)
+    return layer_indices.reshape(-1)
 
 
-def pad_layers(tree: Tree, places: np.ndarray) -> Tree:
-    """Pads stacked layers [layers, ...] with zeros to [places, ...].
+def pad_layers(tree: Tree, layer_indices: np.ndarray) -> Tree:
+    """Pads stacked layers [layers, ...] with zeros to [len(layer_indices), ...].
 
     Args:
-        places: layer indices from ``padded_layer_indices``.
+        layer_indices: index of the layer in each slot, from ``padded_layer_indices``.
     """
-    if np.all(places >= 0):
+    if np.all(layer_indices >= 0):
         return tree
 
     def pad(x: jax.Array) -> jax.Array:
-        is_layer = (places >= 0).reshape(-1, *[1] * (x.ndim - 1))
+        is_layer = (layer_indices >= 0).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where(
-            is_layer, jnp.take(x, np.maximum(places, 0), axis=0), jnp.zeros_like(x[:1])
+            is_layer, jnp.take(x, np.maximum(layer_indices, 0), axis=0), jnp.zeros_like(x[:1])
         )
 
     return jax.tree.map(pad, tree)
 
 
-def unpad_layers(tree: Tree, places: np.ndarray) -> Tree:
+def unpad_layers(tree: Tree, layer_indices: np.ndarray) -> Tree:
     """Removes the padding that ``pad_layers`` added."""
-    if np.all(places >= 0):
+    if np.all(layer_indices >= 0):
         return tree
-    return jax.tree.map(lambda x: jnp.take(x, np.flatnonzero(places >= 0), axis=0), tree)
+    return jax.tree.map(lambda x: jnp.take(x, np.flatnonzero(layer_indices >= 0), axis=0), tree)
 
 
 def to_stage_order(tree: Tree, schedule: Schedule, *, axis: str) -> Tree:

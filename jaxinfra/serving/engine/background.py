@@ -56,7 +56,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, which then runs submitted requests, those that wait too."""
+        """Starts the thread, which runs all submitted requests, also those submitted before."""
         self.is_started = True
         self._thread.start()
 

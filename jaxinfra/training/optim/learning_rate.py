@@ -12,7 +12,7 @@ from jaxinfra.config.parts import find_part
 
 def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
     """Returns the schedule: it rises linearly from peak/warmup to the peak, then decays to
-    ``final_fraction`` of it. A user's own, where the config names one.
+    ``final_fraction`` of it. If the config names a user's schedule, that one is returned.
 
     Args:
         steps: number of steps of the run, at which the decay ends.

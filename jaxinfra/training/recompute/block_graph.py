@@ -32,7 +32,7 @@ _FREE = (
     "sharding_constraint",
     "bitcast_convert_type",
 )
-"""Primitives whose result is their input, seen otherwise."""
+"""Primitives that only reshape or rename their input."""
 _INLINED_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -111,7 +111,7 @@ def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
     )
 
 
-def keeping(
+def cost_of_keeping(
     graph: BlockGraph, names: Collection[str] | None, peak: DevicePeak, *, shards: int = 1
 ) -> Option:
     """Computes the bytes and recomputation time of keeping the values of these names. The backward
@@ -346,13 +346,13 @@ MOST_NAMES = 14
 """Most names of which all sets are tried. Beyond it, the names whose keeping saves the least are
 dropped."""
 BINS = 4096
-"""Parts of the room that bytes are counted in, rounded up."""
+"""Number of steps that the budget is divided into; bytes are rounded up to a step."""
 MATMUL_SHARE = 0.62
-"""Share of the tensor cores' peak that matmuls and attention reach in a step at its power limit.
+"""Fraction of the tensor cores' peak that matmuls and attention reach at the power limit.
 Measured on an H200: recomputed operations of a step of 8B shapes.
 """
 MEMORY_SHARE = 0.85
-"""Share of the memory's bandwidth that passes over it reach."""
+"""Fraction of the memory bandwidth that elementwise operations reach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,7 +373,7 @@ def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tup
     """
 
     def option(names: frozenset[str]) -> Option:
-        return keeping(graph, names, peak, shards=shards)
+        return cost_of_keeping(graph, names, peak, shards=shards)
 
     names = _worth_keeping(graph, option)
     found = {

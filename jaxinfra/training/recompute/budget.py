@@ -16,10 +16,10 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hlo.buffers import step_bytes
 
 CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
-"""Each computes again what the one before it does, and more."""
+"""Remat policies; each recomputes all that the one before it does, and more."""
 
 FREE_SHARE = 0.05
-"""Share of a device's memory kept for batches on their way and what the allocator cannot join."""
+"""Fraction of device memory left free for batches in flight and fragmentation."""
 NEED_LESS = (
     "more training.accumulation, a smaller batch_size or more devices on the fsdp or tensor axis "
     "need less (jaxinfra plan)"
@@ -92,7 +92,7 @@ class GatherChoice:
         return f"weights are gathered again: to stay, a step would need {both}"
 
 
-def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
+def with_keep_gathered(config: RunConfig, *, gathered: bool | None) -> RunConfig:
     """Returns the config with this value of ``sharding.keep_gathered``."""
     sharding = dataclasses.replace(config.sharding, keep_gathered=gathered)
     return dataclasses.replace(config, sharding=sharding)

@@ -29,7 +29,7 @@ from jaxinfra.training.recompute.block_graph import (
     Option,
     best_options,
     cheapest,
-    keeping,
+    cost_of_keeping,
     peak_bytes,
     trace_repetition,
 )
@@ -42,7 +42,7 @@ from jaxinfra.training.recompute.budget import (
 )
 
 MOST_PROGRAMS = 6
-"""Steps that are compiled for a choice."""
+"""Largest number of steps that are compiled for a choice."""
 NUM_BUDGETS = 24
 """Number of points on the trade-off between bytes and seconds."""
 CLOSE_ENOUGH = 0.01
@@ -270,7 +270,8 @@ def layers_of(
             )
             options[kind] = best_options(graph, peak, shards=shards)
             policies[kind] = tuple(
-                keeping(graph, kept_by(remat), peak, shards=shards) for remat in CHEAPEST_FIRST
+                cost_of_keeping(graph, kept_by(remat), peak, shards=shards)
+                for remat in CHEAPEST_FIRST
             )
         blocks = [model.shapes["blocks"][first + i] for i in range(pattern)]
         first += pattern

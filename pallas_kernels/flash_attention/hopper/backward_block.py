@@ -28,7 +28,7 @@ def kernel_operands(
 ) -> dict[str, Any]:
     """Returns a backward kernel's operands by name, with ids and tile ranges if tokens have ids.
 
-    A block owns a key tile and visits the query tiles of its entry in ``ranges``.
+    The operand ``ranges`` lists, for each key tile, the query tiles that its block visits.
 
     Args:
         o: the backward pass's operands.

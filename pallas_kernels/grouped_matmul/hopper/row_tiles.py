@@ -133,7 +133,7 @@ class RowTilesKernel(RingKernel):
             )
 
     def send(self, gmem: Any, smem: Any, wg: Any, results: Any, place: Any, rows: Any) -> None:
-        """Starts the store of rows ``rows`` (first, end) of the 64 rows of each result.
+        """Starts to store a warpgroup's 64 rows of each result, only rows ``rows`` (first, end).
 
         Args:
             place: row and column in the result of the 64 rows' first element.

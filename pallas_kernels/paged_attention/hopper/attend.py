@@ -111,7 +111,7 @@ class _AttendPages(PageKernel):
             else:
                 o, peak, total = pl.run_scoped(attend, plgpu.ACC((ROWS, self.g.V), jnp.float32))
             plgpu.barrier_arrive(smem.q_empty.at[worker])
-            self.leave(gmem, seg, o, peak, total)
+            self.write_segment(gmem, seg, o, peak, total)
 
         self.each_segment(gmem, worker, segment)
 
@@ -170,7 +170,7 @@ class _AttendPages(PageKernel):
         new = pl.run_scoped(product, plgpu.ACC((ROWS, self.g.V), jnp.float32))
         return [o[0] * lax.broadcast_in_dim(alpha, new.shape, [0]) + new]
 
-    def leave(self, gmem, seg: Segment, o, peak, total) -> None:
+    def write_segment(self, gmem, seg: Segment, o, peak, total) -> None:
         """Normalizes a segment's result and writes it.
 
         Registers are written directly: TMA takes one request after another. A result would wait for

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.held import Held
 from pallas_kernels.hopper.mosaic import llvm, mgpu_utils, plgpu
+from pallas_kernels.hopper.thread_registers import ThreadRegisters
 from pallas_kernels.hopper.threads import address, number, thread
 from pallas_kernels.hopper.tile import tiled
 from pallas_kernels.paged_attention.spec import PagedCall
@@ -144,20 +144,20 @@ class _AttendCodes(PageKernel):
                 return softmax, sums
 
             softmax, sums = lax.fori_loop(0, seg.count, step, (softmax, sums))
-            self.leave(gmem, smem, worker, seg.partial, softmax, sums)
+            self.write_segment(gmem, smem, worker, seg.partial, softmax, sums)
 
         self.each_segment(gmem, worker, segment)
 
     @property
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, ThreadRegisters]:
         """Per-thread registers, by name, that are kept between the instructions of a tile."""
         tile = self.tile
         return {
-            "queries": Held(count=tile.num_queries, dtype=I32),
-            "softmax": Held(count=2 * tile.num_softmax, dtype=F32),
-            "alphas": Held(count=tile.num_softmax, dtype=F32),
-            "right": Held(count=tile.num_weights, dtype=I32),
-            "sums": Held(count=tile.num_sums, dtype=F32),
+            "queries": ThreadRegisters(count=tile.num_queries, dtype=I32),
+            "softmax": ThreadRegisters(count=2 * tile.num_softmax, dtype=F32),
+            "alphas": ThreadRegisters(count=tile.num_softmax, dtype=F32),
+            "right": ThreadRegisters(count=tile.num_weights, dtype=I32),
+            "sums": ThreadRegisters(count=tile.num_sums, dtype=F32),
         }
 
     def inlined(self, given: str, found: str, refs: list[Any], body, *, numbers: int = 0):
@@ -174,9 +174,9 @@ class _AttendCodes(PageKernel):
             del ctx
             lone = tuple(x.registers.flat[0] for x in args[:numbers])
             arrays = args[numbers : len(args) - len(refs)]
-            apart = [h.apart(x) for h, x in zip(given_held, arrays, strict=True)]
+            apart = [h.registers(x) for h, x in zip(given_held, arrays, strict=True)]
             lists = body(lone, *apart, *args[len(args) - len(refs) :])
-            return tuple(h.together(x) for h, x in zip(found_held, lists, strict=True))
+            return tuple(h.wrap(x) for h, x in zip(found_held, lists, strict=True))
 
         return inlined
 
@@ -225,7 +225,7 @@ class _AttendCodes(PageKernel):
         )
         return inlined(right, alphas, sums, v_smem)[0]
 
-    def leave(self, gmem, smem, worker, partial, softmax, sums) -> None:
+    def write_segment(self, gmem, smem, worker, partial, softmax, sums) -> None:
         """Calls ``CodeResult.write`` inline."""
 
         def body(numbers, softmax, sums, counts, parts, out, lse):

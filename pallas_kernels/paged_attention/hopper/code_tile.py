@@ -11,7 +11,8 @@ A warp computes products of 16 keys, or of 16 columns of values, with 8 queries 
 long as both operands agree. It is chosen so that lanes read different banks, and one instruction
 dequantizes a word's codes to one register:
 
-* keys: row g of a product is not key g of 8; the values' product contracts them in the same order.
+* keys: row g of a product need not be the g-th key. The product with values contracts keys in the
+  same order.
 * columns of keys: word by word, in the order of the words of a row that a lane loads.
 * columns of values: row g of a product is a column in the g-th eighth of a value's bytes.
 

@@ -14,7 +14,7 @@ from .mosaic import mgpu, mgpu_utils, plgpu, vector
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class ThreadRegisters:
     """Form of an array that holds ``count`` private fp32 or int32 registers of each thread."""
 
     count: int
@@ -31,16 +31,16 @@ class Held:
         shape = (self.count * LANES * WARPS,)
         return plgpu.ShapeDtypeStruct(shape, self.dtype, layout=self.layout)
 
-    def started(self, numbers: Callable[[], list[Any]]) -> jax.Array:
+    def initial(self, numbers: Callable[[], list[Any]]) -> jax.Array:
         """Returns an array, such as a loop's initial carry, of each thread's ``numbers()``."""
 
         @plgpu.inline_mgpu(return_type=self.array)
         def start(_):
-            return self.together(numbers())
+            return self.wrap(numbers())
 
         return start()
 
-    def together(self, numbers: list[Any]) -> Any:
+    def wrap(self, numbers: list[Any]) -> Any:
         """Wraps a thread's list of registers as a Mosaic array."""
         is_signed = None if self.dtype == jnp.float32 else True
         kind = ir.VectorType.get((1,), mgpu_utils.dtype_to_ir_type(self.dtype))
@@ -49,7 +49,7 @@ class Held:
             _registers=registers, _layout=self.layout.to_mgpu(), _is_signed=is_signed
         )
 
-    def apart(self, array: Any) -> list[Any]:
+    def registers(self, array: Any) -> list[Any]:
         """Returns this thread's registers of a Mosaic array, such as a WGMMA accumulator."""
         found = []
         for register in array.registers.flat:
