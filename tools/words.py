@@ -28,6 +28,8 @@ PRIVATE = {
     r"(is|are|in) doubt|doubted|doubts": "suspect",
     r"judged|judges": "verdict, compared, checked",
     r"nobody": "no + the noun",
+    r"so many": "the name of the number",
+    r"every how many": "the interval in",
     r"likewise": "a sentence of its own",
     r"turns": "rounds; interleaved",
     r"lies|lie|lay": "is stored, is",

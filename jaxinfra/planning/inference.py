@@ -302,7 +302,7 @@ def decode(
 
 
 def _read_weights(model: PlannedModel, device: Device, serving: Serving, *, tokens: int) -> float:
-    """Returns bytes of weights read in a pass over ``tokens`` tokens; few tokens use few experts."""
+    """Returns bytes of weights read in a pass over tokens; few tokens use few experts."""
     return sum(each.traffic(tokens) for each in serving.arrays(model, device))
 
 

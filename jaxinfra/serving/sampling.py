@@ -110,7 +110,7 @@ def _prefix(order_BV: jax.Array, least_B: jax.Array, ties_B: jax.Array) -> Bool[
 def _largest_logit(
     hold: Callable[[list[jax.Array]], list[jax.Array]], *, batch: int, num_bits: int
 ) -> UInt32[Array, "B"]:
-    """The largest number of so many bits for which a condition holds, of every row.
+    """The largest number of ``num_bits`` bits for which a condition holds, of every row.
 
     Args:
         hold: several uint32 [B] -> bool [B] of each; true for 0, and false from some number on.
@@ -503,7 +503,7 @@ def _most_likely(logits_BV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Arr
 
 
 def _bits(words_BW: jax.Array, num_ids: int) -> jax.Array:
-    """The first so many bits of every row's words, bool [B, V]."""
+    """The first V bits of every row's words, bool [B, V]."""
     shifts = jnp.arange(32, dtype=jnp.uint32)[None, None]
     bits_BV = ((words_BW[:, :, None] >> shifts) & 1).reshape(len(words_BW), -1)
     return bits_BV[:, :num_ids] == 1

@@ -233,5 +233,5 @@ class _Place:
 
 
 def _chunk(ref: Any, at: Any, *, size: int = 2) -> list[Any]:
-    """16 bytes of global memory, from element ``at`` of so many bytes on."""
+    """16 bytes of global memory, from element ``at`` on, of ``size`` bytes each."""
     return loaded("ld.global.nc.v4.b32", global_place(ref, at, size), 4, kind="l")

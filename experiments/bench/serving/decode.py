@@ -184,7 +184,7 @@ def in_format(
 
 
 def served(preset: str, weights: WeightFormat | None = None, *, tensor: int = 1) -> Form:
-    """The model in its serving form, over so many tensor devices."""
+    """The model in its serving form, sharded over tensor devices."""
     config = MODELS[preset]()
     placement = serving_placement(config, MeshConfig(tensor=tensor)) if tensor > 1 else None
     on = functools.partial(

@@ -146,7 +146,7 @@ async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
 
 
 class Load:
-    """Draws requests, and sends them at a rate or by so many clients."""
+    """Samples requests, and sends them at a rate or by a number of clients."""
 
     def __init__(self, server: Server, args: argparse.Namespace):
         self.server, self.args = server, args
@@ -160,7 +160,7 @@ class Load:
         return Call(prompt=[*self.prefix, *own], new=self.args.new_tokens.draw(self.rng))
 
     async def at_rate(self, rate: float) -> list[Answer]:
-        """Requests arrive by chance, so many in a second."""
+        """Requests arrive at random, at a mean rate per second."""
         end, tasks = time.perf_counter() + self.args.seconds, []
         while time.perf_counter() < end:
             tasks.append(asyncio.create_task(asked(self.server, self.call())))

@@ -114,7 +114,7 @@ def parts_of(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
 
 def sustained(f: Callable[..., Any], *inputs: jax.Array, seconds: float) -> dict[str, Any]:
     """Milliseconds of a call: of the first few after a pause, and of those in the second half of
-    so many seconds, with clock and power then.
+    ``seconds`` seconds, with clock and power then.
     """
     jax.block_until_ready(f(*inputs))
     time.sleep(0.3)

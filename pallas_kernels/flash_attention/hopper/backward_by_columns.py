@@ -92,7 +92,7 @@ class _ByColumns(BackwardKernel):
         return self.chunk if self.smem_bytes(self.chunk) <= SMEM_BYTES else LEAST_DQ_COLUMNS
 
     def smem_bytes(self, dq_columns: int) -> int:
-        """Returns a block's bytes of shared memory if it sends so many columns of dQ at a time."""
+        """Returns a block's bytes of shared memory if it sends ``dq_columns`` columns at a time."""
         operands = (1 + NUM_STAGES) * 64 * (self.g.H + self.g.Hv) + 2 * KEYS * QUERIES
         rows = 2 * NUM_STAGES * QUERIES + (NUM_STAGES + 1) * QUERIES  # statistics and ids
         return 2 * operands + 4 * rows + 4 * 2 * QUERIES * dq_columns + BARRIER_BYTES
