@@ -121,6 +121,7 @@ class Program:
     job: Job
     compiled: Any
     compile_s: float
+    frozen: tuple[Any, ...] = ()  # the step's first argument, if adapters are trained
 
 
 def compiled(case: Case, attention: AttentionImplementation) -> Program:
@@ -145,14 +146,14 @@ def measure(program: Program, *, steps: int, rounds: int, trace: bool) -> dict[s
     assert analysis is not None, "CPU and CUDA compilers report their memory"
     batch, state = job.put(_rows(job)), job.initialize()
     for _ in range(2):
-        state, metrics = program.compiled(state, batch)
+        state, metrics = program.compiled(*program.frozen, state, batch)
     loss = float(metrics.loss)
     assert np.isfinite(loss), f"loss {loss}"
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(steps):
-            state, metrics = program.compiled(state, batch)
+            state, metrics = program.compiled(*program.frozen, state, batch)
         metrics.loss.block_until_ready()
         seconds.append((time.perf_counter() - start) / steps)
     found: dict[str, Any] = {
@@ -167,7 +168,7 @@ def measure(program: Program, *, steps: int, rounds: int, trace: bool) -> dict[s
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
                 for _ in range(2):
-                    state, metrics = program.compiled(state, batch)
+                    state, metrics = program.compiled(*program.frozen, state, batch)
                 metrics.loss.block_until_ready()
             events = events_by_device(pathlib.Path(directory))[0]
         found["waterfall"] = explain(events, steps=2).as_json(top=40)
