@@ -8,8 +8,8 @@ A row is a layout of one model over the node's n devices: ``8b-fp8`` and ``8b-bf
 fsdp=n, ``8b-fp8-hsdp`` over replica=2 x fsdp=n/2, ``8b-fp8-tensor`` over fsdp=n/2 x tensor=2 with
 sequence parallelism, ``8b-tensor`` over tensor=n with it and ``8b-fsdp`` over fsdp=n with as many
 tokens; ``30b-a3b`` shards its experts over expert=n, ``70b-lora`` trains adapters over a bf16 base
-that fsdp=n shards. A batch has 16 sequences of 8,192 tokens per device where the issue of a
-published figure has them. A prediction is printed and written before its step is compiled; the
+that fsdp=n shards. A batch of the first four rows has 16 sequences of 8,192 tokens per device, as
+Megatron-Bridge's published figures have on eight. A prediction is printed and written before its step is compiled; the
 planner predicts no adapters. A row that fails is written with its error.
 """
 
@@ -114,7 +114,7 @@ ROWS: dict[str, Row] = {
     ),
     "8b-tensor": Row(
         preset="llama31_8b",
-        small="tiny",
+        small="small",
         layout=lambda n: _layout(mesh=MeshConfig(tensor=n), batch=n, sequence_parallel=True),
     ),
     "8b-fsdp": Row(
@@ -126,7 +126,11 @@ ROWS: dict[str, Row] = {
         preset="qwen3_30b_a3b",
         small="tiny_moe",
         layout=lambda n: _layout(
-            mesh=MeshConfig(fsdp=n, expert=n), batch=4 * n, accumulation=2, recipe="bf16-summed"
+            mesh=MeshConfig(fsdp=n, expert=n),
+            batch=4 * n,
+            accumulation=4,
+            remat=Remat.FULL,
+            recipe="bf16-summed",
         ),
         change=_bf16_state,
     ),
