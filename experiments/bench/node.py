@@ -4,13 +4,14 @@
     python -m experiments.bench.node --rows 70b-lora
     python -m experiments.bench.node --small # the same meshes with tiny models, on CPU devices
 
-A row is a layout of one model over the node's n devices: ``8b-fp8`` and ``8b-bf16`` shard over
-fsdp=n, ``8b-fp8-hsdp`` over replica=2 x fsdp=n/2, ``8b-fp8-tensor`` over fsdp=n/2 x tensor=2 with
-sequence parallelism, ``8b-tensor`` over tensor=n with it and ``8b-fsdp`` over fsdp=n with as many
-tokens; ``30b-a3b`` shards its experts over expert=n, ``70b-lora`` trains adapters over a bf16 base
-that fsdp=n shards. A batch of the first four rows has 16 sequences of 8,192 tokens per device, as
-Megatron-Bridge's published figures have on eight. A prediction is printed and written before its
-step is compiled; the planner predicts no adapters. A row that fails is written with its error.
+A row is a layout of one model over the node's n devices. ``8b-fp8`` and ``8b-bf16`` shard over
+fsdp=n, ``8b-fp8-hsdp`` over replica=2 x fsdp=n/2, and ``8b-fp8-tensor`` over fsdp=n/2 x tensor=2
+with sequence parallelism. ``8b-tensor`` is tensor=n with sequence parallelism, and ``8b-fsdp`` has
+as many tokens on fsdp=n. ``30b-a3b`` shards experts over expert=n. ``70b-lora`` trains adapters
+over a bf16 base that fsdp=n shards. A batch of the first four has 16 sequences of 8,192 tokens per
+device, as Megatron-Bridge's published figures have on eight. A prediction is printed and written
+before its step is compiled; the planner predicts no adapters. A row that fails is written with its
+error.
 """
 
 import argparse
