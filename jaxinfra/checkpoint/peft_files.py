@@ -376,7 +376,7 @@ def _module(
         )
     a_RI, b_OR = found["A"], found["B"]
     rank = a_RI.shape[0]
-    settings.require_rank(name, rank)
+    settings.require(name, rank)
     sizes = {(b_OR.shape[0], a_RI.shape[-1]), (a_RI.shape[-1], b_OR.shape[0])}
     if a_RI.ndim != 2 or b_OR.ndim != 2 or b_OR.shape[1] != rank or tensor.shape not in sizes:
         raise CheckpointError(

@@ -1,14 +1,16 @@
 """The settings in PEFT's adapter_config.json: what its tensors mean, and what is refused.
 
-Tensors say which modules have an adapter: ``target_modules``, ``exclude_modules``,
-``layers_to_transform`` and ``layers_pattern`` chose them when the adapter was made. Patterns of
-ranks and alphas match a module's name as in PEFT 0.21: its end, or with an anchor the whole.
+Modules are chosen as in PEFT 0.21, by ``target_modules``, ``exclude_modules``,
+``layers_to_transform`` and ``layers_pattern``; PEFT leaves out tensors of other modules, which are
+refused here. Patterns of ranks and alphas match a module's name: its end, or with an anchor the
+whole.
 """
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig
 from jaxinfra.errors import CheckpointError, ConfigError
@@ -20,8 +22,7 @@ CONFIG = "adapter_config.json"
 _NO_EFFECT = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout"),
-        *("fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform"),
-        *("layers_pattern", "megatron_config", "megatron_core", "peft_version", "loftq_config"),
+        *("fan_in_fan_out", "megatron_config", "megatron_core", "peft_version", "loftq_config"),
         *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "velora_config"),
         *("ensure_weight_tying", "task_type"),
     )
@@ -43,7 +44,44 @@ _REFUSED: Mapping[str, str] = {
 }
 """Keys that change what is computed, unless they are null, false or empty, and why not read."""
 
-_MOST_REPEATS = 4
+_MOST_REPEATS = 6
+_EVERY_LINEAR = "all-linear"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleChoice:
+    """The modules that an adapter's settings choose, by PEFT's rule.
+
+    Args:
+        named, excluded: ends of modules' names; or one expression for whole names.
+        layers: numbers of layers; empty: all. They count only beside ends of names.
+        layer_names: expressions of the names before layers' numbers; empty: any.
+    """
+
+    named: str | Sequence[str]
+    excluded: str | Sequence[str] = ()
+    layers: Sequence[int] = ()
+    layer_names: Sequence[str] = ()
+
+    def has(self, module: str) -> bool:
+        """Returns whether a module has an adapter."""
+        if self.excluded and _is_among(self.excluded, module):
+            return False
+        if self.named == _EVERY_LINEAR:
+            return True
+        is_named = _is_among(self.named, module)
+        if not is_named or isinstance(self.named, str) or module in self.named or not self.layers:
+            return is_named
+        expressions = [rf"(?:^|.*?\.){name}\.(\d+)\." for name in self.layer_names]
+        matches = (re.match(each, module) for each in expressions or [r".*?\.[^.]*\.(\d+)\."])
+        found = next((each for each in matches if each is not None), None)
+        return found is not None and int(found[1]) in self.layers
+
+
+def _is_among(names: str | Sequence[str], module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +91,7 @@ class PeftSettings:
     path: Path
     rank: int
     alpha: float
+    modules: ModuleChoice
     ranks: Mapping[str, int]  # of modules, by expressions that their names' ends match
     alphas: Mapping[str, float]
     kind: AdapterKind
@@ -64,12 +103,18 @@ class PeftSettings:
         rank = _matching(self.ranks, module, self.rank)
         return LoraConfig(rank=rank, alpha=alpha, scaling=self.scaling).scale
 
-    def require_rank(self, module: str, rank: int) -> None:
-        """Refuses the rank of a module's tensors if the settings have another for this module.
+    def require(self, module: str, rank: int) -> None:
+        """Refuses tensors of a module that the settings do not choose, or of another rank.
 
         Raises:
-            CheckpointError: the ranks differ, so that the factor s is of another adapter.
+            CheckpointError: the tensors are of an adapter with other settings.
         """
+        if not self.modules.has(module):
+            raise CheckpointError(
+                f"{self.path}: {module} has tensors, and target_modules with exclude_modules, "
+                "layers_to_transform and layers_pattern do not choose it, so that PEFT would leave "
+                "them out; name the module there, or remove its tensors"
+            )
         wanted = _matching(self.ranks, module, self.rank)
         if rank != wanted:
             raise CheckpointError(
@@ -103,6 +148,7 @@ def read_settings(path: Path) -> PeftSettings:
         path=path / CONFIG,
         rank=rank,
         alpha=alpha,
+        modules=_choice(keys, path),
         ranks=_patterns(keys, "rank_pattern", path, (int,)),
         alphas=_patterns(keys, "alpha_pattern", path, (int, float)),
         kind=AdapterKind.DORA if keys.flag("use_dora", False) else AdapterKind.LORA,
@@ -114,17 +160,55 @@ def read_settings(path: Path) -> PeftSettings:
     return settings
 
 
+def _choice(keys: Keys, path: Path) -> ModuleChoice:
+    """Reads which modules have adapters."""
+    named = _names(keys, "target_modules", path)
+    if not named:
+        raise ConfigError(
+            f"{path / CONFIG}: target_modules names none, and what PEFT then adapts differs by its "
+            "version; name the modules whose tensors there are"
+        )
+    layers = keys.either("layers_to_transform", int, list)
+    layers = [layers] if isinstance(layers, int) else layers or []
+    if not all(type(each) is int for each in layers):
+        raise ConfigError(f"{path / CONFIG}: layers_to_transform={layers!r}: numbers are read")
+    before = _names(keys, "layers_pattern", path)
+    before = [before] if isinstance(before, str) else before
+    for each in before:
+        _require_quick(each, "layers_pattern", path)
+    excluded = _names(keys, "exclude_modules", path)
+    return ModuleChoice(named=named, excluded=excluded, layers=layers, layer_names=before)
+
+
+def _names(keys: Keys, name: str, path: Path) -> str | Sequence[str]:
+    """An expression, or a list of names."""
+    found: Any = keys.either(name, str, list) or []
+    if isinstance(found, str):
+        _require_quick(found, name, path)
+    elif not all(isinstance(each, str) for each in found):
+        raise ConfigError(f"{path / CONFIG}: {name}={found!r}: an expression or names are read")
+    return found
+
+
 def _patterns[T](keys: Keys, name: str, path: Path, kinds: tuple[type[T], ...]) -> dict[str, T]:
     """Values of modules by expression; refuses expressions that may take long to match."""
     found = dict(keys.mapping(name) or {})
     for expression, value in found.items():
-        if not _is_quick(expression) or type(value) not in kinds:
+        _require_quick(expression, name, path)
+        if type(value) not in kinds:
             raise ConfigError(
-                f"{path / CONFIG}: {name} {expression!r}: {value!r}: expressions that repeat no "
-                f"group and have at most {_MOST_REPEATS} repetitions are read, with a number each; "
-                "write this one out"
+                f"{path / CONFIG}: {name} {expression!r}: {value!r} must be a number"
+                f"{'' if float in kinds else ' without fraction'}"
             )
     return found
+
+
+def _require_quick(expression: str, name: str, path: Path) -> None:
+    if not _is_quick(expression):
+        raise ConfigError(
+            f"{path / CONFIG}: {name} {expression!r}: expressions that repeat no group and have at "
+            f"most {_MOST_REPEATS} repetitions are read; write this one out"
+        )
 
 
 def _is_quick(expression: str) -> bool:

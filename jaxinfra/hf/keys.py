@@ -133,6 +133,10 @@ class Keys:
         """Reads a nested object; None where there is none."""
         return self._typed(name, None, (dict,))
 
+    def either(self, name: str, *kinds: type) -> Any:
+        """Reads a value of one of several types; None where there is none."""
+        return self._typed(name, None, kinds)
+
     def ignore(self, *names: str) -> None:
         """Marks these keys as read, whatever their values."""
         self._read.update(names)

@@ -1,6 +1,7 @@
 """Drafts change when tokens come, not which: every draw is that of the request alone."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import jax
@@ -80,18 +81,48 @@ def test_a_draft_of_another_vocabulary_is_refused():
         Engine(model(), options=DRAFTING, draft=other.bind(other.initialize(jax.random.key(0))))
 
 
-@pytest.mark.parametrize("draft", ["model", pytest.param("lookup", marks=pytest.mark.slow)])
-def test_drafts_do_not_cross_where_positions_change(draft):
-    """LongRoPE rotates all keys of a sequence otherwise from 31 tokens on."""
-    pretrained = load_pretrained(GOLDEN / "phi3_longrope")
+FAMILIES = sorted(each.parent.name for each in GOLDEN.glob("*/config.json"))
+OFTEN = {("phi3_longrope", "model"), ("mistral", "lookup")}
+SIZES = [(4,), (8,), (4, 16), (2, 8)]  # sizes of chunks
+
+
+def drifted(pretrained):
+    """The decoder of a loaded model whose parameters are a little off."""
+    rng = np.random.default_rng(1)
+
+    def moved(leaf):
+        noise = 0.1 * np.asarray(leaf).std() * rng.normal(size=leaf.shape)
+        return leaf + noise.astype(leaf.dtype)
+
+    return pretrained.definition.bind(jax.tree.map(moved, pretrained.parameters))
+
+
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [
+        pytest.param(*each, marks=() if each in OFTEN else pytest.mark.slow)
+        for each in itertools.product(FAMILIES, ("model", "lookup"))
+    ],
+)
+def test_drafts_chunks_and_preemption_change_no_token_of_a_family(family, draft):
+    """Answers cross the windows, of 5 to 9, YaRN's 16 positions, and LongRoPE's 30."""
+    pretrained = load_pretrained(GOLDEN / family)
     whole = pretrained.definition.bind(pretrained.parameters)
-    ids = np.random.default_rng(3).integers(0, whole.config.vocab_size, 6).tolist()
-    prompts = [tuple(ids * 4)[:length] for length in (18, 21, 22, 24)]
+    rng = np.random.default_rng([*family.encode()])
+    ids = rng.integers(0, whole.config.vocab_size, 6).tolist()
+    prompts = [tuple(ids * 4)[:length] for length in (3, 13, 18, 24)]
     want = [[] for _ in prompts]
-    for each in recomputed(whole, prompts, max_new_tokens=14, sampling=GREEDY):
+    for each in recomputed(whole, prompts, max_new_tokens=20, sampling=GREEDY):
         want[each.row].append(each.token)
-    options = dataclasses.replace(DRAFTING, max_context=48, num_pages=14)
-    engine = Engine(whole, options=options, draft=whole if draft == "model" else None)
-    requests = [GenerationRequest(prompt_ids=p, max_new_tokens=14) for p in prompts]
+    options = dataclasses.replace(
+        DRAFTING,
+        max_context=48,
+        num_pages=14,
+        chunk_sizes=SIZES[rng.integers(len(SIZES))],
+        preemption=rng.choice([Preemption.HOST, Preemption.RECOMPUTE]),
+    )
+    engine = Engine(whole, options=options, draft=drifted(pretrained) if draft == "model" else None)
+    requests = [GenerationRequest(prompt_ids=p, max_new_tokens=20) for p in prompts]
     assert [[t for each in one for t in each.tokens] for one in engine.run(requests)] == want
-    assert engine.counts.accepted_tokens > 0
+    assert 0 < engine.counts.accepted_tokens < engine.counts.drafted_tokens
+    assert engine.scheduler.num_preemptions

@@ -234,6 +234,11 @@ WRONG = {
     "rank_pattern '.*down_proj': 1.5": ({"rank_pattern": {".*down_proj": 1.5}}, None),
     "has rank 4 in its tensors and 5 by r": ({"rank_pattern": {"down_proj": 5}}, None),
     "not finite": ({}, lambda t: t[FIRST + "A.weight"].fill(np.nan)),
+    "mlp.down_proj has tensors.*do not choose it": ({"target_modules": ["qkv_proj"]}, None),
+    "target_modules names none": ({"target_modules": None}, None),
+    "no str or list": ({"target_modules": 7}, None),
+    "an expression or names": ({"exclude_modules": [3]}, None),
+    "layers_to_transform=.*numbers": ({"layers_to_transform": ["all"]}, None),
 }
 
 
@@ -257,6 +262,15 @@ def test_patterns_match_as_in_peft(patterns, wanted, spoiled):
     found = read_settings(spoiled(settings))
     for module, alpha in wanted.items():
         assert found.scale(module) == (settings["lora_alpha"] if alpha == -1 else alpha) / 2
+
+
+MODULES = json.loads((GOLDEN / "peft" / "modules.json").read_text())
+
+
+@pytest.mark.parametrize(("settings", "wanted"), MODULES)
+def test_settings_choose_modules_as_in_peft(settings, wanted, spoiled):
+    choice = read_settings(spoiled(settings)).modules
+    assert [module for module in PATTERNS[0][1] if choice.has(module)] == wanted
 
 
 CHOICES = json.loads((GOLDEN / "peft" / "choices.json").read_text())
