@@ -55,7 +55,7 @@ class Case:
 
 
 class GoldenCase(Case):
-    """A case of make_peft.py, with the arrays that PEFT computed."""
+    """A directory of golden/peft, with the arrays that PEFT computed."""
 
     def __init__(self, name, adapters=None):
         super().__init__(CASES[name], adapters or GOLDEN / "peft" / name)
@@ -303,7 +303,7 @@ REFUSED = {
 
 @pytest.fixture
 def chosen(tmp_path):
-    """The directory that PEFT wrote for a case of make_choices.py, and what it computed."""
+    """The directory that PEFT wrote for a case of choices.json, and what it computed."""
 
     def make(name):
         case = CHOICES[name]

@@ -3,7 +3,7 @@
 patterns.json has which alpha PEFT takes of a pattern for each module, modules.json which of them
 the settings of an adapter choose.
 
-/tmp/hf/bin/python tests/golden/peft/make_patterns.py      # the environment of make_peft.py
+/tmp/hf/bin/python tests/golden/peft/make_patterns.py      # an environment with PEFT
 """
 
 import json
