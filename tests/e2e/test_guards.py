@@ -95,6 +95,7 @@ def test_a_bad_batch_is_found_and_left_out(spoilt):
     assert json.loads((spoilt / "summary.json").read_text())["wall_s_by_cause"]["lost"] > 0
 
 
+@pytest.mark.slow  # a run more; that nothing else is left out, the ledger says above
 def test_the_state_is_that_of_the_run_without_the_batches(spoilt, excluded):
     """And the ledger lacks them."""
     assert state_sums(spoilt, STEPS) == state_sums(excluded, STEPS)

@@ -4,6 +4,7 @@ Dims: as in ``pallas_kernels.decode_layer.reference``.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -31,6 +32,11 @@ FORMS = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded(w: jax.Array, form: WeightFormat) -> QuantizedWeight:
+    return arranged(round_weight(w, form))
+
+
 class Drawn:
     """Random arrays."""
 
@@ -44,7 +50,7 @@ class Drawn:
     def weight(self, *shape: int) -> Any:
         """Whose products have the size of what they are multiplied with."""
         w = self.array(*shape, size=shape[0] ** -0.5)
-        return w if self.form is None else arranged(round_weight(jnp.asarray(w), self.form))
+        return w if self.form is None else _rounded(jnp.asarray(w), self.form)
 
     def norm(self, D: int, dtype: Any = BF16) -> RmsNorm:
         """A norm."""

@@ -17,11 +17,7 @@ GRID = [
 @pytest.mark.quick_cases(
     "causal-more-queries-float32",
     "decode-bfloat16",
-    "window-open-left-float32",
     "sinks-empty-rows-float32",
-    "sinks-and-one-off-float32",
-    "scale-negative-float32",
-    "bias-broadcast-bfloat16",
     "bias-of-queries-float32",
     "outliers-float16",
     "everything-float32",

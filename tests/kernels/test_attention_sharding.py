@@ -96,6 +96,8 @@ SPLITS = {
     "custom-call-mqa-Auto",
     "custom-call-sinks-and-bias-Explicit",
     "custom-call-too-few-kv-heads-Explicit",
+    "xla-gqa-Auto",
+    "custom-call-gqa-Explicit",
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ FAULTS = {
 IN_BF16 = ("scale half a percent off", "a key too many on the left", "last key dropped")
 
 
+@pytest.mark.slow  # of the bound, a program for each
 @pytest.mark.parametrize(
     ("fault", "dtype"),
     [*((fault, "float32") for fault in FAULTS), *((fault, "bfloat16") for fault in IN_BF16)],

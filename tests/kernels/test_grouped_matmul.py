@@ -198,6 +198,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow  # of the bound, a program for each
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(fault):
     case = CASES[0]

@@ -232,16 +232,21 @@ def operands(H, Hv, T=2048, dtype=jnp.bfloat16):
     return q, k, shape((2, T, 2, Hv), dtype), shape((2, T, 8, Hv), dtype)
 
 
+def length_of(kind: str) -> int:
+    """Copies of tiles have another form where 8 does not divide the length."""
+    return 2043 if "capped" in kind else 2048
+
+
 def lowers(f, *args):
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
 
 
-# By default forward the two kinds of widths that differ most from the others, one of them with all
-# masks at once; each width and mask by itself, which says where a fault is, is slow. The backward
+# By default forward widths that differ, with all masks at once and at a length that 8 does not
+# divide; each width and mask by itself, which says where a fault is, is slow. The backward
 # pass of the widest is lowered with documents below; here the other masks.
 ALL_MASKS_AT = (128, 128)
-QUICK_FORWARD = {((192, 128), "capped window"), ((256, 256), "causal")}
+QUICK_FORWARD = {((192, 128), "capped window")}
 LIKE_ANOTHER = {(72, 72), (80, 80), (112, 112), (160, 160), (192, 192)}
 QUICK_BACKWARD = {
     (ALL_MASKS_AT, "full"),
@@ -261,14 +266,14 @@ def quick(chosen, *cases):
     ("widths", "kind"), quick(QUICK_FORWARD, *itertools.product(WIDTHS, SPECS)), ids=str
 )
 def test_forward_lowers(widths, kind):
-    q, k, v, _ = operands(*widths)
+    q, k, v, _ = operands(*widths, T=length_of(kind))
     spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])
     masks = AttentionMasks()
     assert hopper.unsupported(spec, masks, q, k, v) is None
     lowers(functools.partial(hopper.forward, spec=spec), q, k, v, masks)
 
 
-@pytest.mark.slow_cases("widths1-causal", "widths28-causal", "widths15-full")
+@pytest.mark.slow_cases("widths1-causal", "widths28-causal", "widths15-full", "widths17-window")
 @pytest.mark.parametrize(
     ("widths", "kind"),
     quick(
@@ -278,7 +283,7 @@ def test_forward_lowers(widths, kind):
     ),
 )
 def test_backward_lowers(widths, kind):
-    q, k, v, out = operands(*widths)
+    q, k, v, out = operands(*widths, T=length_of(kind))
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])
     f = functools.partial(hopper.backward, spec=spec)

@@ -69,6 +69,16 @@ def lowers(f, *args):
 SQUARE = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
 
 
+@pytest.mark.slow_cases(
+    "naive",
+    "coalesced",
+    "shared",
+    "registers",
+    "tensor_core",
+    "pipelined",
+    "specialized",
+    "persistent",
+)
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda r: r.name)
 def test_a_rung_lowers(rung):
     lowers(rung.matmul, SQUARE, SQUARE)

@@ -104,6 +104,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow  # of the bound, a program for each
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(fault, dtype):

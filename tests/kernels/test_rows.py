@@ -105,6 +105,14 @@ LOWERED = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "softmax_gradient-4096-bfloat16",
+    "log_softmax_gradient-214129-bfloat16",
+    "rms_norm-80098-bfloat16",
+    "layer_norm-48739-bfloat16",
+    "layer_norm_gradient-131072-bfloat16",
+    "rms_norm+residual_gradient-32768-float32",
+)
 @pytest.mark.parametrize(("name", "columns", "dtype"), LOWERED)
 def test_the_real_form_lowers_within_the_memory_that_was_counted(asked, name, columns, dtype):
     inputs, vectors = operands(name, 1048, columns, dtype)

@@ -69,6 +69,7 @@ def test_products_are_those_of_dequantized_operands(implementation):
     assert not np.any(got[sum(SIZES) :])
 
 
+@pytest.mark.slow  # of the bound, a program for each
 @pytest.mark.parametrize(
     "fault", ["scale of the next block", "scale of another group", "a boundary one off", "unscaled"]
 )

@@ -18,7 +18,7 @@ from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
 SLOW = [pytest.mark.slow]
-QUICK_TILES = ("ahead", "a loop of chunks")
+QUICK_TILES = ("ahead",)  # norms take turns
 
 
 def inputs(shape, dtype=jnp.bfloat16):

@@ -60,6 +60,7 @@ def test_data_parallel_only_reduces_gradients():
     assert all("transpose" in each.scope or "loss" in each.scope for each in arrays)
 
 
+@pytest.mark.slow  # `test_planning_receipt.py` holds the bytes of this mesh
 def test_tensor_parallel_all_reduces_once_a_half_block():
     found = compiled(MeshConfig(tensor=2))
     assert kinds(found) == {"all-reduce"}

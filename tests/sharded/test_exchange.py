@@ -227,6 +227,7 @@ def test_what_has_no_room_is_counted(form):
     assert near(np.asarray(y_BTD), np.asarray(want))
 
 
+@pytest.mark.slow_cases("per_expert-4")
 @pytest.mark.parametrize(("form", "node_size"), [(PER_DEVICE, 2), (PER_EXPERT, 4)])
 def test_two_levels_are_one_device_forward_and_back(form, node_size):
     """Of 8 devices, with the choices that find room on both levels: y, what is left out, and
@@ -260,6 +261,7 @@ def test_two_levels_are_one_device_forward_and_back(form, node_size):
         assert error <= 128 * EPSILON * np.max(np.abs(theirs))
 
 
+@pytest.mark.slow  # of the bound, six programs
 @pytest.mark.parametrize(("form", "node_size"), [(PER_EXPERT, None), (PER_DEVICE, 2)])
 def test_faults_are_caught(form, node_size, monkeypatch):
     """The comparison with one device sees a row to the wrong device, and one that came back to the

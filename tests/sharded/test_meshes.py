@@ -177,6 +177,7 @@ def _with_one_gradient(change):
     return faulty
 
 
+@pytest.mark.slow  # of the bound
 @pytest.mark.parametrize(
     "fault",
     [

@@ -275,6 +275,7 @@ def test_kept_weights_are_gathered_once():
     assert elements == 2 * (num_parameters() - table_and_last_norm), "once a micro-batch"
 
 
+@pytest.mark.slow  # lowers two steps; of the speed on a GPU, where `test_h200_schedule.py` sees it
 def test_gradients_of_kept_weights_lie_as_the_weights():
     """So that no optimizer turns what it updates (``test_h200_schedule.py`` sees it on a GPU)."""
     for keep in (True, False):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import anthropic
 import openai
 import pydantic
 import pytest
@@ -195,6 +194,8 @@ async def anthropic_loop(client, *, stream):
 
 @pytest.mark.parametrize("form", ["glm45", "mistral", "openai"])
 def test_an_agent_uses_messages(form, tmp_path):
+    import anthropic  # takes seconds, which collecting all tests need not wait for
+
     async def run():
         served = ScriptedServer(tmp_path, form=form)
         async with served.http() as http:

@@ -66,7 +66,8 @@ def test_every_public_name_has_a_section(package):
         assert text.count(f"::: {getattr(package, name).__module__}.{name}\n") == 1
 
 
-def test_every_page_is_in_the_site():
+def test_every_page_is_in_the_site(monkeypatch):
+    monkeypatch.setattr(docs_pages, "presets_page", str)  # counts all models' parameters
     site = yaml.load((DOCS / "mkdocs.yml").read_text(), yaml.SafeLoader)
 
     def pages(entries):

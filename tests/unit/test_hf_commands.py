@@ -145,6 +145,7 @@ def test_ids_are_held_against_the_vocabulary(exported, tmp_path, capsys, spoil, 
         assert main(["evaluate", str(copy), *options]) == 0
 
 
+@pytest.mark.slow_cases("run")
 @pytest.mark.parametrize("kind", ["run", "exported"])
 def test_ids_beyond_the_model_are_refused_in_prompts(run, exported, tmp_path, capsys, kind):
     """Of a tokenizer with a token more than the model: ``generate``, ``chat`` and a server."""

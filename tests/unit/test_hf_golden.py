@@ -105,7 +105,7 @@ def test_bfloat16_logits(name):
 
 # The others' logits are held above; a continuation is of them and of the cache, which is not of
 # an architecture.
-@pytest.mark.slow_cases("gemma2", "gpt2", "gpt_oss", "phi3_longrope")
+@pytest.mark.slow_cases("gemma2", "gpt2", "gpt_oss", "phi3_longrope", "deepseek_v3")
 @pytest.mark.parametrize(
     "name",
     [
@@ -236,6 +236,7 @@ def test_a_wrong_gradient_is_caught(change):
         assert_gradients_are_the_reference_s("deepseek_v3", change)
 
 
+@pytest.mark.slow  # with drafts: `test_engine_speculation.py`
 def test_longrope_rows_that_cross_over_are_run_again():
     """As without a cache, where each sequence is of one kind or the other by its length.
 

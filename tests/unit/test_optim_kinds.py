@@ -104,6 +104,9 @@ KINDS = {
 }
 
 
+@pytest.mark.quick_cases(
+    "query-muon", "up-muon", "query-adafactor", "scale-adafactor", "narrow-lion", "bias-adamw"
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_is_stepped_as_its_layers_are(kind, name):
@@ -130,6 +133,7 @@ def test_a_stack_is_stepped_as_its_layers_are(kind, name):
         np.testing.assert_allclose(together[number], alone, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.slow_cases("lion")
 @pytest.mark.parametrize("kind", [OptimizerKind.LION, OptimizerKind.ADAFACTOR])
 def test_on_a_mesh_updates_are_one_device_s(kind):
     model = define_model(gpt_like(), execution_on())

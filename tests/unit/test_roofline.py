@@ -124,6 +124,7 @@ def test_exact_accounting_is_below_palms_by_half_the_attention():
     assert palm - exact == 6 * 16 * 32 * 64 * (4096 - 1) + 6 * norms
 
 
+@pytest.mark.slow  # of a benchmark
 def test_the_picture_shows_every_point(tmp_path):
     ceilings = {"bf16": 800e12, "fp32": 50e12, "copy": 4e12, "read": 4.4e12}
     measured = roofline.with_ceilings(

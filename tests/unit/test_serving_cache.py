@@ -120,7 +120,7 @@ def in_pages(decoder, rng, *, batch: int, page_size: int = 4):
     )
 
 
-@pytest.mark.slow_cases("learned_positions-fp32", "two_stacks-fp32", "latent-fp32")
+@pytest.mark.slow_cases("learned_positions-fp32", "two_stacks-fp32", "latent-fp32", "gemma-bf16")
 @pytest.mark.parametrize(
     ("name", "policy"),
     [

@@ -88,6 +88,7 @@ def rows(tokens) -> dict[int, list[int]]:
 PROMPTS = [[5], [7, 250, 3, 99, 4, 8, 1, 2, 3, 40], [1, 2, 3]]
 
 
+@pytest.mark.slow  # `test_engine.py` compares each request with the model alone
 def test_greedy_is_argmax_without_a_cache(model):
     @jax.jit
     def logits(ids_BT):

@@ -175,7 +175,7 @@ def directories(tmp_path_factory):
     return place
 
 
-@pytest.mark.slow_cases("ours", "hf")
+@pytest.mark.slow_cases("ours", "hf", "run")
 @pytest.mark.parametrize("source", ["run", "hf", "ours"])
 def test_models_of_every_layout_are_loaded_onto_a_mesh(directories, source, capsys):
     command = ["generate", str(directories / source), "--prompt", "abc", "--max-new-tokens", "16"]

@@ -191,6 +191,7 @@ def test_dynamic_loss_scale_halves_and_doubles():
     assert used == [64, 64, 64, 128, 128, 64, 64, 64, 32, 32, 32, 64]
 
 
+@pytest.mark.slow  # why fp16 asks for a scale; its steps are tested here
 def test_fp16_loses_small_gradients_without_loss_scaling():
     """Small weights make query gradients of about 1e-8, under fp16's smallest number 6e-8."""
     config = dataclasses.replace(CONFIG, init_std=0.002)
@@ -235,6 +236,7 @@ def test_metrics():
     assert metrics.gradient_norm > OPTIMIZER.clip_norm
 
 
+@pytest.mark.slow  # runs with dropout resume to the bit in `test_training_interrupted.py`
 def test_dropout_follows_step_and_seed_only():
     built = build(dataclasses.replace(CONFIG, dropout_rate=0.3))
     batch = packed_batch()
