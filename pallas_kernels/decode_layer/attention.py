@@ -86,8 +86,8 @@ class Attention:
     def load(self, gmem, smem, plan: KeyPlan, layer, before, slots) -> None:
         """Loads the block's key and value tiles into the ring, behind ``before`` other tiles."""
 
-        def body(tables, barriers, ring, k, v, turn, head, tile):
-            self.fetch(tables, [k, v], barriers, ring, slots, turn, head, tile)
+        def body(tables, barriers, ring, k, v, tile_index, head, tile):
+            self.fetch(tables, [k, v], barriers, ring, slots, tile_index, head, tile)
 
         def step(i, _):
             head, tile = lax.div(i, plan.tiles), lax.rem(i, plan.tiles)
@@ -97,7 +97,7 @@ class Attention:
 
         lax.fori_loop(plan.start, plan.stop, step, None)
 
-    def fetch(self, tables, pools, barriers, ring, slots: Slots, turn, head, tile) -> None:
+    def fetch(self, tables, pools, barriers, ring, slots: Slots, tile_index, head, tile) -> None:
         """Starts one thread's part of the copies of a tile of keys and of a tile of values."""
         s, (down, across) = self.sizes, copied_place()
         rows = []
@@ -112,7 +112,7 @@ class Attention:
             slot = arith.remui(position, constant(self.page))
             rows.append(total((total((page, self.page), slot), s.K), head))
         for which, pool in enumerate(pools):
-            mine = total(turn, constant(which))
+            mine = total(tile_index, constant(which))
             target = total(slots.place(ring, mine), (down, 2 * WIDTH), (across, COPIED))
             copies = []
             for half in range(s.halves):
@@ -132,18 +132,18 @@ class Attention:
             self.prepare(gmem, smem, layer, h, plan, is_last=last == end)
 
             def step(i, held):
-                turn = before + 2 * (i - plan.start)
+                tile_index = before + 2 * (i - plan.start)
                 left = plan.length - (i - (end - plan.tiles)) * self.sizes.keys
 
-                def put_token(x, ring, barriers, turn, row):
-                    k, v = self.wait(ring, barriers, slots, turn)
+                def put_token(x, ring, barriers, tile_index, row):
+                    k, v = self.wait(ring, barriers, slots, tile_index)
                     self.sizes.put_token(x, k, v, row)
 
                 @pl.when(i == end - 1)
                 def _():
-                    each_thread(put_token, [smem.x, smem.w, smem.barriers], [turn, left - 1])
+                    each_thread(put_token, [smem.x, smem.w, smem.barriers], [tile_index, left - 1])
 
-                return self.add_tile(held, smem, slots, turn, left)
+                return self.add_tile(held, smem, slots, tile_index, left)
 
             held = lax.fori_loop(first, last, step, self.held.initial(self.sizes.nothing))
             part = lax.axis_index("block") - plan.first_block(h)
@@ -164,31 +164,32 @@ class Attention:
         numbers = [h, jnp.where(is_last, plan.place, -1)]
         each_thread(body, refs, numbers, layer=layer, stacks=[gmem.k, gmem.v])
 
-    def wait(self, ring, barriers, slots: Slots, turn) -> list[Any]:
+    def wait(self, ring, barriers, slots: Slots, tile_index) -> list[Any]:
         """Waits for a tile of keys and one of values; returns their addresses."""
-        both = [turn, total(turn, constant(1))]
+        both = [tile_index, total(tile_index, constant(1))]
         for each in both:
             slots.wait_full(barriers, each)
         return [slots.place(ring, each) for each in both]
 
-    def add_tile(self, held, smem, slots: Slots, turn, left) -> jax.Array:
+    def add_tile(self, held, smem, slots: Slots, tile_index, left) -> jax.Array:
         """Adds attention to one tile of keys and values to the sums ``held``.
 
-        ``turn`` is the key tile's number in the ring; ``left`` counts the row's keys from there on.
+        ``tile_index`` is the key tile's number in the ring; ``left`` counts the row's keys from
+        there on.
         """
         kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
         @plgpu.inline_mgpu(arg_types=kinds, return_type=self.held.array)
-        def add(ctx, held, x, ring, barriers, turn, left):
+        def add(ctx, held, x, ring, barriers, tile_index, left):
             del ctx
-            turn, left = (each.registers.flat[0] for each in (turn, left))
-            k, v = self.wait(ring, barriers, slots, turn)
+            tile_index, left = (each.registers.flat[0] for each in (tile_index, left))
+            k, v = self.wait(ring, barriers, slots, tile_index)
             held = self.sizes.tile(self.held.registers(held), x, k, v, left)
-            for each in (turn, total(turn, constant(1))):
+            for each in (tile_index, total(tile_index, constant(1))):
                 slots.release(barriers, each)
             return self.held.wrap(held)
 
-        return add(held, smem.x, smem.w, smem.barriers, splat(turn), splat(left))
+        return add(held, smem.x, smem.w, smem.barriers, splat(tile_index), splat(left))
 
     def write_partial(self, held, x_smem, attended, stats, h, part) -> None:
         """Writes the attention sums of all warps as the block's partial result."""

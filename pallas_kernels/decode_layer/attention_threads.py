@@ -23,13 +23,13 @@ from pallas_kernels.hopper.threads import (
     address,
     assembly,
     constant,
+    exp2,
     from_lane_xor,
     fused,
     global_place,
     loaded,
     number,
     packed_pair,
-    power,
     total,
     widened_pair,
 )
@@ -197,8 +197,8 @@ class HeadSizes:
             mine = [row[g] for row in scores]
             peak = _over_lanes(functools.reduce(arith.maximumf, mine), arith.maximumf, (8, 16))
             peak = arith.maximumf(peak, peaks[g])
-            shrink = power(arith.subf(peaks[g], peak))
-            found.append([power(arith.subf(s, peak)) for s in mine])
+            shrink = exp2(arith.subf(peaks[g], peak))
+            found.append([exp2(arith.subf(s, peak)) for s in mine])
             totals[g] = functools.reduce(arith.addf, found[g], arith.mulf(totals[g], shrink))
             sums[g] = [arith.mulf(each, shrink) for each in sums[g]]
             peaks[g] = peak
@@ -366,7 +366,7 @@ def most_parts(heads: int, blocks: int) -> int:
 def _factors(peaks: list[Any]) -> tuple[Any, list[Any]]:
     """The largest maximum, and what sums below others are multiplied with."""
     peak = functools.reduce(arith.maximumf, peaks)
-    return peak, [power(arith.subf(each, peak)) for each in peaks]
+    return peak, [exp2(arith.subf(each, peak)) for each in peaks]
 
 
 def _dot(xs: list[Any], ys: list[Any]) -> Any:

@@ -217,8 +217,8 @@ class TileStream:
             stacks = [getattr(gmem, name) for name in names]
 
             def body(barriers, ring, *rest):
-                *arrays, turn, row, column = rest
-                self.fetch(barriers, ring, arrays, turn, row, column, split)
+                *arrays, tile_index, row, column = rest
+                self.fetch(barriers, ring, arrays, tile_index, row, column, split)
 
             def step(i, _):
                 _, row, column = product.place(i)
@@ -237,7 +237,9 @@ class TileStream:
 
         lax.fori_loop(0, self.num_layers, each_layer, None)
 
-    def fetch(self, barriers, ring, arrays: list[Any], turn, row, column, split: WorkSplit) -> None:
+    def fetch(
+        self, barriers, ring, arrays: list[Any], tile_index, row, column, split: WorkSplit
+    ) -> None:
         """Starts one thread's part of the copies of a weight tile and its scales."""
         form, line = self.form, self.form.line_bytes
         across, mine = line // COPIED, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
@@ -246,7 +248,7 @@ class TileStream:
         stride = split.N * form.row_bits // 8 // COPIED
         lines = form.depth // form.line_rows
         first = total((total((row, lines), down), stride), (column, across), at)
-        source, place = global_place(arrays[0], first, COPIED), self.slots.place(ring, turn)
+        source, place = global_place(arrays[0], first, COPIED), self.slots.place(ring, tile_index)
         step = WARPGROUP // across  # lines
         copies = [
             (
@@ -255,10 +257,10 @@ class TileStream:
             )
             for i in range(0, lines, step)
         ]
-        self.slots.wait_free(barriers, turn)
+        self.slots.wait_free(barriers, tile_index)
         if self.codes is not None:
             self.fetch_scales(place, arrays[1], row, column, split)
-        self.slots.fill(barriers, turn, copies)
+        self.slots.fill(barriers, tile_index, copies)
 
     def fetch_scales(self, place, scales, row, column, split: WorkSplit) -> None:
         """Starts one thread's part of the copy of a tile's scales."""
@@ -301,21 +303,21 @@ class TileStream:
 
         lax.fori_loop(0, lax.div(product.count(), jnp.int32(down)), unit, None)
 
-    def add_tile(self, sums: jax.Array, smem, turn: jax.Array, row: jax.Array) -> jax.Array:
-        """Adds the product of x, from index ``row`` on, and tile number ``turn`` to sums."""
+    def add_tile(self, sums: jax.Array, smem, tile_index: jax.Array, row: jax.Array) -> jax.Array:
+        """Adds the product of x, from index ``row`` on, and tile ``tile_index`` to sums."""
         kinds = (_HELD.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
         @plgpu.inline_mgpu(arg_types=kinds, return_type=_HELD.array)
-        def add(ctx, sums, ring, x, barriers, turn, row):
+        def add(ctx, sums, ring, x, barriers, tile_index, row):
             del ctx
-            turn, row = (each.registers.flat[0] for each in (turn, row))
-            self.slots.wait_full(barriers, turn)
+            tile_index, row = (each.registers.flat[0] for each in (tile_index, row))
+            self.slots.wait_full(barriers, tile_index)
             tile = self.tile if self.codes is None else self.codes.tile
-            found = tile(_HELD.registers(sums), self.slots.place(ring, turn), x, row)
-            self.slots.release(barriers, turn)
+            found = tile(_HELD.registers(sums), self.slots.place(ring, tile_index), x, row)
+            self.slots.release(barriers, tile_index)
             return _HELD.wrap(found)
 
-        return add(sums, smem.w, smem.x, smem.barriers, splat(turn), splat(row))
+        return add(sums, smem.w, smem.x, smem.barriers, splat(tile_index), splat(row))
 
     def tile(self, sums: list[Any], place, x, row) -> list[Any]:
         """Does one thread's part of ``add_tile``; ``place`` is the tile's shared-memory address."""
@@ -356,8 +358,8 @@ class TileStream:
         from the next writes to it.
         """
         warp, lane = warp_and_lane()
-        turn = total(address(sums_smem), (arith.remui(j, constant(2)), 4 * SLICES * WIDTH))
-        place = total(turn, (warp, 4 * WIDTH))
+        tile_index = total(address(sums_smem), (arith.remui(j, constant(2)), 4 * SLICES * WIDTH))
+        place = total(tile_index, (warp, 4 * WIDTH))
         if self.codes is None:
             for distance in (_ACROSS, 2 * _ACROSS):
                 sums = [arith.addf(x, from_lane_xor(x, distance)) for x in sums]
@@ -371,7 +373,7 @@ class TileStream:
         meet_in_block(THREADS)
         mine = mgpu_utils.thread_idx()
         with mgpu_utils.when(below(mine, constant(WIDTH))):
-            place = total(turn, (mine, 4))
+            place = total(tile_index, (mine, 4))
             found = []
             for i in range(SLICES):
                 text = f"ld.shared.f32 $0, [$1+{4 * WIDTH * i}];"

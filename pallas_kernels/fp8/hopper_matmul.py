@@ -323,7 +323,8 @@ class ScaledKernel:
                 plgpu.barrier_wait(smem.filled[p].at[slot])
                 part = product(
                     smem.a.at[slot, rows], smem.b.at[slot, columns[p]],
-                    wg=wg, turn=smem.turn if c.in_turns else None, interpretable=self.interpretable,
+                    wg=wg, order_barriers=smem.turn if c.in_turns else None,
+                    interpretable=self.interpretable,
                 )  # fmt: skip
                 total = self.promoted(smem, total, part, scales, slot, columns[p], p)
                 if p == c.num_parts - 1:

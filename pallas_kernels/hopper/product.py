@@ -24,16 +24,18 @@ K_OF_INSTRUCTION = 32
 _NAMES = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
 
 
-def product(a_ref: Any, b_ref: Any, *, wg: Any, turn: Any, interpretable: bool) -> jax.Array:
+def product(
+    a_ref: Any, b_ref: Any, *, wg: Any, order_barriers: Any, interpretable: bool
+) -> jax.Array:
     """Computes ``a b^T`` [64, N] in fp32 of 8-bit tiles in shared memory (see ``start_product``).
 
     Args:
         wg: index of this warpgroup, 0 or 1.
-        turn: two barriers by which warpgroups issue their products alternately; or None.
+        order_barriers: two barriers by which warpgroups issue their products alternately; or None.
         interpretable: multiplies by Pallas's own operations, which the interpreter can run.
     """
-    if turn is not None:
-        plgpu.barrier_wait(turn.at[wg])
+    if order_barriers is not None:
+        plgpu.barrier_wait(order_barriers.at[wg])
     if interpretable:
 
         def multiply(acc):
@@ -44,8 +46,8 @@ def product(a_ref: Any, b_ref: Any, *, wg: Any, turn: Any, interpretable: bool) 
         finish = functools.partial(jnp.asarray, found)
     else:
         finish = functools.partial(finished, start_product(a_ref, b_ref))
-    if turn is not None:
-        plgpu.barrier_arrive(turn.at[1 - wg])
+    if order_barriers is not None:
+        plgpu.barrier_arrive(order_barriers.at[1 - wg])
     return finish()
 
 

@@ -170,7 +170,7 @@ def from_lane_xor(x: Any, distance: int) -> Any:
     return assembly(ir.F32Type.get(), [x], text, "=f,f", pure=False)
 
 
-def power(x: Any) -> Any:
+def exp2(x: Any) -> Any:
     """Computes 2 to the power of an f32 with the hardware's exponential."""
     return assembly(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 
@@ -178,6 +178,6 @@ def power(x: Any) -> Any:
 def swiglu(gate: Any, up: Any) -> Any:
     """Computes ``silu(gate) * up`` in f32 with the hardware's exponential."""
     f32 = ir.F32Type.get()
-    below = arith.addf(power(arith.mulf(gate, number(-LOG2E))), number(1.0))
+    below = arith.addf(exp2(arith.mulf(gate, number(-LOG2E))), number(1.0))
     silu = assembly(f32, [gate, below], "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", pure=True)
     return arith.mulf(silu, up)

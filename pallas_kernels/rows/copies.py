@@ -64,15 +64,15 @@ class Copies:
         begin(barriers)
         plgpu.commit_smem()
 
-    def wait(self, barrier: Any, turn: Any) -> None:
-        """Waits until a barrier's copies have arrived; ``turn`` alternates between 0 and 1."""
+    def wait(self, barrier: Any, phase: Any) -> None:
+        """Waits until a barrier's copies have arrived; ``phase`` alternates between 0 and 1."""
 
         @plgpu.inline_mgpu(arg_types=kinds(1, 1))
-        def wait(_, turn, ref):
-            odd = arith.trunci(ir.IntegerType.get_signless(1), value(turn))
+        def wait(_, phase, ref):
+            odd = arith.trunci(ir.IntegerType.get_signless(1), value(phase))
             barrier_at(ref, constant(0)).wait_parity(odd)
 
-        wait(turn, barrier)
+        wait(phase, barrier)
 
     def load(
         self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
@@ -143,9 +143,9 @@ class InterpretedCopies(Copies):
     def begin(self, barriers: Any, count: int) -> None:
         """Does nothing: Pallas makes its barriers."""
 
-    def wait(self, barrier: Any, turn: Any) -> None:
+    def wait(self, barrier: Any, phase: Any) -> None:
         """Waits until the copies into one slot have arrived."""
-        del turn
+        del phase
         plgpu.barrier_wait(barrier)
 
     def load(

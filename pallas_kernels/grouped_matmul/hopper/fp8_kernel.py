@@ -221,7 +221,7 @@ class _ScaledProduct(RowTilesKernel):
                     plgpu.barrier_wait(each.at[slot])
                 part = product(
                     smem.a.at[slot, rows], smem.b.at[slot, parts[p]],
-                    wg=wg, turn=smem.turn if self.c.in_turns else None,
+                    wg=wg, order_barriers=smem.turn if self.c.in_turns else None,
                     interpretable=self.interpretable,
                 )  # fmt: skip
                 factor = lax.broadcast_in_dim(of_rows * of_columns[p], part.shape, [0])

@@ -101,17 +101,17 @@ class _AttendCodes(PageKernel):
             **self.barriers(key_copies=3),
         }
 
-    def copy_keys(self, gmem, smem, slot, places: list[tuple[Any, Any]], head) -> None:
+    def copy_keys(self, gmem, smem, slot, page_slots: list[tuple[Any, Any]], head) -> None:
         """Starts the copies of a tile's keys, and of the scales of its keys and values."""
-        PageKernel.copy_keys(self, gmem, smem, slot, places, head)
+        PageKernel.copy_keys(self, gmem, smem, slot, page_slots, head)
         for scale, to in ((gmem.k_scale, smem.k_scale), (gmem.v_scale, smem.v_scale)):
-            self.copy_scales(scale, to.at[slot], smem.k_full.at[slot], places, head)
+            self.copy_scales(scale, to.at[slot], smem.k_full.at[slot], page_slots, head)
 
-    def copy_scales(self, scale_gmem, tile_smem, full, places: list, head) -> None:
+    def copy_scales(self, scale_gmem, tile_smem, full, page_slots: list, head) -> None:
         """Starts the copies of a tile's scales, of heads side by side."""
         g, heads = self.g, self.g.scale_heads
         lines = self.pieces.slots * heads // self.line
-        for j, (page, slot) in enumerate(places):
+        for j, (page, slot) in enumerate(page_slots):
             if heads < g.K:
                 at = page, pl.ds(slot, lines), pl.ds(lax.div(head, heads) * heads, heads)
             else:
@@ -204,8 +204,8 @@ class _AttendCodes(PageKernel):
         """Calls ``CodeTile.probabilities`` inline."""
 
         def body(numbers, queries, softmax, *refs):
-            places = tuple(address(ref) for ref in refs)
-            return self.tile.probabilities(thread(), places, numbers, queries, softmax)
+            buffers = tuple(address(ref) for ref in refs)
+            return self.tile.probabilities(thread(), buffers, numbers, queries, softmax)
 
         kinds = [_codes_kind(self.tile.key_bytes), plgpu.RefType(), plgpu.RefType()]
         inlined = self.inlined(
@@ -229,12 +229,12 @@ class _AttendCodes(PageKernel):
         """Calls ``CodeResult.write`` inline."""
 
         def body(numbers, softmax, sums, counts, parts, out, lse):
-            places = address(counts), address(parts)
+            buffers = address(counts), address(parts)
             i64 = ir.IntegerType.get_signless(64)
             out, lse = (llvm.ptrtoint(i64, mgpu_utils.memref_ptr(x)) for x in (out, lse))
             results = out, lse, numbers[0]
             CodeResult(tile=self.tile).write(
-                thread(), places, results, softmax, sums, mgpu_utils.warpgroup_barrier
+                thread(), buffers, results, softmax, sums, mgpu_utils.warpgroup_barrier
             )
             return ()
 

@@ -145,14 +145,14 @@ class _Chunk(ForwardKernel):
     def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
         """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""
         slot = lax.rem(i, self.c.num_stages)
-        places = self.split.places(gmem, b, tile)
-        self.split.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, kv_head)
+        page_slots = self.split.page_slots(gmem, b, tile)
+        self.split.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], page_slots, kv_head)
 
     def copy_values(self, gmem, smem, b, kv_head, tile, i) -> None:
         """Starts the copies of the values of a tile, which arrive at ``v_full``."""
         slot = lax.rem(i, self.c.num_stages)
-        places = self.split.places(gmem, b, tile)
-        self.split.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, kv_head)
+        page_slots = self.split.page_slots(gmem, b, tile)
+        self.split.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], page_slots, kv_head)
 
     def prefetch(self, gmem, block: jax.Array) -> None:
         """Prefetches nothing: the tables that name a later block's pages would be waited for."""

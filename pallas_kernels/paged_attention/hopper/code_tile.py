@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.mosaic import arith, mgpu
-from pallas_kernels.hopper.threads import assembly, constant, fused, i32, number, power, total
+from pallas_kernels.hopper.threads import assembly, constant, exp2, fused, i32, number, total
 from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedSpec
 from pallas_kernels.quantized_weight import WeightCode
@@ -265,10 +265,10 @@ class CodeTile:
             mine = [scores[block, half, *at] for block, half in self._halves()]
             top = over_lanes(functools.reduce(maximum, mine), MAX)
             tops.append(maximum(peaks[i], top))
-            alphas.append(power(arith.subf(peaks[i], tops[i])))
+            alphas.append(exp2(arith.subf(peaks[i], tops[i])))
             sums[i] = arith.mulf(sums[i], alphas[i])
             for block, half in self._halves():
-                p = power(arith.subf(scores[block, half, *at], tops[i]))
+                p = exp2(arith.subf(scores[block, half, *at], tops[i]))
                 sums[i] = arith.addf(sums[i], p)
                 weights[block, half, *at] = p
         right = []
@@ -406,7 +406,7 @@ class CodeTile:
             return arith.mulf(product, arith.mulf(scale, number(self.spec.scale * LOG2E)))
         # As ``pallas_kernels.hopper.tile.soft_cap``.
         factor = arith.mulf(scale, number(2.0 * LOG2E * self.spec.scale / cap))
-        above = arith.addf(power(arith.mulf(product, factor)), number(1.0))
+        above = arith.addf(exp2(arith.mulf(product, factor)), number(1.0))
         part = assembly(ir.F32Type.get(), [above], "rcp.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
         return fused(part, number(-2.0 * cap * LOG2E), number(cap * LOG2E))
 
@@ -449,7 +449,7 @@ class CodeResult:
         factors = []
         for column, peak in zip(columns, peaks, strict=True):
             top, weight = self._merged(total(numbers, (t, 8)), column)
-            factors.append(arith.mulf(power(arith.subf(peak, top)), _inverse(weight)))
+            factors.append(arith.mulf(exp2(arith.subf(peak, top)), _inverse(weight)))
         width = tile.V + RESULT_PADDING
         row = total((warp_of(thread), tile.rows), (t, 2))
         place = total(parts, (row, 4 * width), (g, 4))
@@ -482,7 +482,7 @@ class CodeResult:
         )
         top = functools.reduce(maximum, peaks)
         weighed = [
-            arith.mulf(x, power(arith.subf(peak, top))) for x, peak in zip(sums, peaks, strict=True)
+            arith.mulf(x, exp2(arith.subf(peak, top))) for x, peak in zip(sums, peaks, strict=True)
         ]
         return top, functools.reduce(arith.addf, weighed)
 

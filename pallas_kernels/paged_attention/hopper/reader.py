@@ -39,7 +39,7 @@ class PagePieces:
         """Number of slots of a page in one piece."""
         return min(self.size, self.block)
 
-    def places(self, gmem, row, tile) -> list[tuple[Any, Any]]:
+    def page_slots(self, gmem, row, tile) -> list[tuple[Any, Any]]:
         """Returns the page and first slot of each piece of a key tile."""
         last, num_pages = gmem.tables.shape[1] - 1, gmem.k.shape[0]
 
@@ -53,9 +53,9 @@ class PagePieces:
             return [(page(lax.div(tile, per_page)), lax.rem(tile, per_page) * self.block)]
         return [(page(tile * self.count + j), 0) for j in range(self.count)]
 
-    def copy(self, pages_gmem, tile_smem, full, places: list[tuple[Any, Any]], head) -> None:
+    def copy(self, pages_gmem, tile_smem, full, page_slots: list[tuple[Any, Any]], head) -> None:
         """Starts the TMA copies of a tile's pieces from pages to shared memory."""
-        for j, (page, slot) in enumerate(places):
+        for j, (page, slot) in enumerate(page_slots):
             plgpu.copy_gmem_to_smem(
                 pages_gmem.at[page, pl.ds(slot, self.slots), head],
                 tile_smem.at[pl.ds(j * self.slots, self.slots)],
@@ -110,9 +110,9 @@ class PageKernel(abc.ABC):
     def compute(self, gmem, smem, worker) -> None:
         """Computes the attention of a worker's segments."""
 
-    def copy_keys(self, gmem, smem, slot, places: list[tuple[Any, Any]], head) -> None:
+    def copy_keys(self, gmem, smem, slot, page_slots: list[tuple[Any, Any]], head) -> None:
         """Starts the copies of a tile's keys, and of their scales if pages are quantized."""
-        self.pieces.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, head)
+        self.pieces.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], page_slots, head)
 
     def barriers(self, *, key_copies: int = 1) -> dict[str, Any]:
         """Returns a block's barriers; a tile's keys come in ``key_copies`` copies of each piece."""
@@ -191,11 +191,13 @@ class PageKernel(abc.ABC):
 
             def step(i, _):
                 slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
-                places = self.pieces.places(gmem, seg.row, seg.first + i)
+                page_slots = self.pieces.page_slots(gmem, seg.row, seg.first + i)
                 plgpu.barrier_wait(smem.k_empty.at[slot])
-                self.copy_keys(gmem, smem, slot, places, seg.head)
+                self.copy_keys(gmem, smem, slot, page_slots, seg.head)
                 plgpu.barrier_wait(smem.v_empty.at[slot])
-                self.pieces.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head)
+                self.pieces.copy(
+                    gmem.v, smem.v.at[slot], smem.v_full.at[slot], page_slots, seg.head
+                )
 
             lax.fori_loop(0, seg.count, step, None)
 
