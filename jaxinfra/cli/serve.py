@@ -287,8 +287,9 @@ class ServedModels:
 
 
 def read_models(args: argparse.Namespace, path: Path, mesh: MeshConfig) -> ServedModels:
-    """Reads what a server's command line names: of models on one device only the shapes, so that
-    programs can be compiled while weights are read.
+    """Reads the models and adapters that a server's command line names.
+
+    Of models on one device it reads only the shapes: programs can compile while weights are read.
     """
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")

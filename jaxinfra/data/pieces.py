@@ -96,7 +96,7 @@ def piece_targets(
 
 
 def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each element's group, and its index in the group, for groups in a row.
+    """Returns each element's group, and its index in the group, for consecutive groups.
 
     Args:
         counts: number of elements of each group.

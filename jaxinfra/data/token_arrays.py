@@ -296,7 +296,7 @@ def is_token_arrays(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def new_directory(final_path: Path) -> Iterator[Path]:
-    """Makes a directory to fill, which gets its name when the ``with`` block ends well.
+    """Makes a directory to fill in a ``with`` block; renames it to its name on success.
 
     If another process finished the same directory first, its result is kept.
     """

@@ -135,10 +135,10 @@ def decoder_config(
 
 
 def in_stacks(blocks: Sequence[BlockConfig], *, num_layers: int) -> tuple[Stack, ...]:
-    """Returns layers as stacks: one whose pattern repeats, or that and the rest of a repetition.
+    """Returns layers as one stack of a repeating pattern, and a second one for layers left over.
 
     Args:
-        blocks: the pattern, or all layers of a model whose layers are not a multiple of one.
+        blocks: the pattern, or all layers if their number is no multiple of a pattern's length.
     """
     if len(blocks) < num_layers:
         return stacked(*blocks, num_layers=num_layers)
@@ -221,7 +221,7 @@ def routes(config: ModelConfig) -> list[bool]:
 
 
 def layer_windows(keys: Keys) -> tuple[int | None, ...]:
-    """Returns each Qwen layer's window: by its type, or from ``max_window_layers`` on."""
+    """Returns each Qwen layer's window, from ``layer_types`` or else ``max_window_layers``."""
     use_windows = keys.flag("use_sliding_window", False)
     if use_windows:
         keys.require("sliding_window", "max_window_layers")

@@ -77,7 +77,7 @@ class Layout:
         return self.mesh.num_data_shards
 
     def data_shards(self, *, experts: bool) -> int:
-        """Returns the number of fsdp shards of a weight; fewer if ``experts``: routed experts'."""
+        """Returns the number of fsdp shards of a weight, or of an expert's weight (``experts``)."""
         return self.mesh.fsdp_beside_experts if experts else self.mesh.fsdp
 
     @property

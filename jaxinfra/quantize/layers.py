@@ -61,7 +61,7 @@ def read_layer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixDims:
-    """Number of input dims of a weight, and whether experts precede them: its view as a matrix."""
+    """Input dims of a weight: their number, and whether an expert dim precedes them."""
 
     num_inputs: int  # dims that are contracted
     has_experts: bool = False  # in front of those

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRow:
-    """One process's row of the table: its wish to stop, its own seconds, and its rows' checksum."""
+    """One process's row of the table: stop flag, its own seconds, and its batch rows' checksum."""
 
     stop: float = 0.0  # number of the signal that asks it to stop; 0: none
     input_s: float = 0.0  # waited for the batch of the step before

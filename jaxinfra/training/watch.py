@@ -73,7 +73,7 @@ class Agreement:
         return self._stops != 0
 
     def request_stop(self) -> None:
-        """Asks to stop for a callback, as a signal would; a signal that came first counts."""
+        """Requests a stop for a callback; if a signal came first, that stays the cause."""
         self._asked = _CALLBACK
 
     def defer_signals(self) -> None:

@@ -287,7 +287,7 @@ def put_attended(
 
     Args:
         plan: numbers of key tiles per head, of all key tiles, and of blocks that have any.
-        share: division of the next product among blocks.
+        split: division of the next product among blocks.
     """
     parts = most_parts(sizes.K, split.blocks)
     factors = total(address(x.smem), constant(4 * split.most_rows))

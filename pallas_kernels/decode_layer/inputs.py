@@ -93,8 +93,8 @@ def put_normed(
     """Stores ``norm(x)`` in shared memory, and this block's part of x in the residual stream.
 
     Args:
-        own: x in 16 bits; read only before the first product, where ``share`` is None.
-        parts, share: partial sums of a product and its division; x is their sum plus the stream's
+        own: x in 16 bits; read only before the first product, where ``split`` is None.
+        parts, split: partial sums of a product and its division; x is their sum plus the stream's
             other row.
         stream: two rows of the residual stream, fp32 [2, D], used alternately.
         squares_smem: fp32 [warps], for warps' sums of squares.

@@ -301,7 +301,7 @@ class QuantizedKernel:
     def add_block(
         self, apart: list[list[Any]], rows: list[Any], place, block: int, taken: list[Any]
     ) -> list[list[Any]]:
-        """Adds the products of 32 rows of the weight to a thread's sums, one list per chain."""
+        """Adds products of 32 rows of the weight to ``apart``, a thread's sums per chain."""
         apart = [[*sums] for sums in apart]
         per_lane, strips = self.s.words_per_lane, self.s.strips
         across = WIDTH * self.c.tiles // COLUMNS

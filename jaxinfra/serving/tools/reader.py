@@ -162,7 +162,7 @@ class TextReader:
                 return ""
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """Removes a pattern's match from the front; returns None if no further text can match.
+        """Removes and returns a pattern's match at the front; None if no further text can match.
 
         The pattern must end with what ends the match, for instance a look-ahead.
         """

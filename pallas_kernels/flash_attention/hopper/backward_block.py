@@ -70,7 +70,7 @@ class BackwardKernel(AttentionKernel):
     parts: int = 1
 
     def shared(self, kv_head: jax.Array) -> jax.Array:
-        """Returns the index in k and v of a key/value head that ``g.K`` counts once per part."""
+        """Returns the head of k and v for ``kv_head``, which counts each head once per part."""
         return lax.div(kv_head, self.parts) if self.parts > 1 else kv_head
 
     def place(self, gmem) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:

@@ -123,7 +123,7 @@ class AttentionKernel:
             odd_tiles.wait(smem.arrivals, which, use)
 
     def only(self, it):
-        """Returns an index 0 into a buffer [1, ...], recomputed in each step ``it`` of a loop.
+        """Returns 0 as the index into a buffer [1, ...], computed anew in each loop step ``it``.
 
         So no registers hold the buffer's WGMMA descriptors throughout the loop (``fresh_zero``).
         """

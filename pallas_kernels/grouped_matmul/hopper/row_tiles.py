@@ -70,7 +70,7 @@ class RowTilesKernel(RingKernel):
     def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
         """Finds tile ``index`` by walking the groups, starting at the previous tile's group.
 
-        Facts: steps, group, first row read, first row written, end of rows written, column. Rows
+        Returns steps, group, first row read, first row written, end of rows written, column. Rows
         beyond the groups count as group number G, whose tiles have no steps.
         """
 
