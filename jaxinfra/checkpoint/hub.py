@@ -17,8 +17,8 @@ _NOT_READ = [
 _CACHED = "models--"
 
 
-def model_path(given: Path) -> Path:
-    """Returns the directory of a model, which is downloaded if ``given`` is its name on the Hub.
+def model_path(name_or_path: Path) -> Path:
+    """Returns a model's directory; downloads the model if ``name_or_path`` is a name on the Hub.
 
     A name is ORG/NAME or ORG/NAME@REVISION, unless it or ORG is a directory here. Access tokens,
     the cache's place and the offline mode are those of ``huggingface_hub`` (``HF_TOKEN``,
@@ -27,9 +27,9 @@ def model_path(given: Path) -> Path:
     Raises:
         ConfigError: there is no such model, no access to it, or no network and no copy of it.
     """
-    named = _NAME.fullmatch(str(given))
-    if named is None or given.exists() or Path(given.parts[0]).exists():
-        return given
+    named = _NAME.fullmatch(str(name_or_path))
+    if named is None or name_or_path.exists() or Path(name_or_path.parts[0]).exists():
+        return name_or_path
     name, revision = named[1], named[2]
     hub = importlib.import_module("huggingface_hub")  # the network is for few commands
     errors = importlib.import_module("huggingface_hub.errors")
@@ -48,15 +48,15 @@ def model_path(given: Path) -> Path:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{given} is no directory here, and the Hub has no model of this name, or it is "
+            f"{name_or_path} is no directory here, and the Hub has no model of this name, or it is "
             "private and asks for a token (HF_TOKEN)"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         why = f"{error.__cause__ or error}".splitlines()[0]
         raise ConfigError(
-            f"{given} is no directory here; as a model of the Hub it is not in the cache, and the "
-            f"Hub cannot be reached ({why}); name a directory, or download it where there is a "
-            "network (hf download) and copy the cache"
+            f"{name_or_path} is no directory here; as a model of the Hub it is not in the cache, "
+            f"and the Hub cannot be reached ({why}); name a directory, or download it where there "
+            "is a network (hf download) and copy the cache"
         ) from error
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
         why = str(error).splitlines()[0]

@@ -161,10 +161,10 @@ class Arena:
         processes: number of processes of an ordinary job, each with one CPU device.
     """
 
-    def __init__(self, place: Path, *, options: Sequence[str], processes: int):
-        self.place, self.processes = place, processes
-        place.mkdir(parents=True, exist_ok=True)
-        self._options = list(options) or _tiny(place)
+    def __init__(self, directory: Path, *, options: Sequence[str], processes: int):
+        self.directory, self.processes = directory, processes
+        directory.mkdir(parents=True, exist_ok=True)
+        self._options = list(options) or _tiny(directory)
         self._log_numbers = itertools.count(1)
         self._lock = threading.Lock()
         # A lock each: who asks for a run that another thread makes waits for that one alone.
@@ -174,7 +174,7 @@ class Arena:
         """Returns the ``jaxinfra train`` arguments of a run, without its run directory."""
         mesh = f"replica={processes or self.processes}"
         sets = [f"--set={setting}" for setting in (*SETTINGS, *settings)]
-        cache = ["--cache", str(self.place / "cache")]
+        cache = ["--cache", str(self.directory / "cache")]
         # Nobody reads a sample, which takes one process longer than all of these steps.
         return ["train", *self._options, *sets, "--mesh", mesh, *cache, "--no-sample"]
 
@@ -200,10 +200,10 @@ class Arena:
             restarts: most restarts without progress.
             options: further options of ``jaxinfra launch``.
         """
-        where = ["--run", str(self.place / run)]
+        where = ["--run", str(self.directory / run)]
         if command[0] == "--resume":
-            where = ["--cache", str(self.place / "cache"), *command[1:]]
-            command = ["train", "--resume", str(self.place / run)]
+            where = ["--cache", str(self.directory / "cache"), *command[1:]]
+            command = ["train", "--resume", str(self.directory / run)]
         words = [
             *("launch", "-n", str(processes or self.processes), "--restarts", str(restarts)),
             *("--backoff", "0.2", *options, "--", *command, *where),
@@ -216,7 +216,7 @@ class Arena:
         self, words: Sequence[str], *, run: str, environment: Mapping[str, str]
     ) -> Iterator[RunningJob]:
         """Starts ``jaxinfra`` with the arguments ``words`` and a changed environment."""
-        log = self.place / f"{run}.{next(self._log_numbers)}.log"
+        log = self.directory / f"{run}.{next(self._log_numbers)}.log"
         # Jobs here are many, alike and short: even small programs are worth keeping.
         keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         changed = {**os.environ, "JAX_PLATFORMS": "cpu", **keep, **environment}
@@ -231,7 +231,7 @@ class Arena:
                 env=changed,
             )
         try:
-            yield RunningJob(process, log, self.place / run)
+            yield RunningJob(process, log, self.directory / run)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
@@ -252,7 +252,7 @@ class Arena:
         count = processes or self.processes
         key = (str(count), *settings)
         with self._lock:
-            new = self.place / f"reference-{len(self._references)}", threading.Lock()
+            new = self.directory / f"reference-{len(self._references)}", threading.Lock()
             run, making = self._references.setdefault(key, new)
         with making:
             if not (run / "summary.json").exists():
@@ -283,7 +283,7 @@ class Arena:
         Args:
             settings: settings of the run without faults; if empty, all metrics are compared too.
         """
-        want, got = self.reference(*settings, processes=processes), self.place / run
+        want, got = self.reference(*settings, processes=processes), self.directory / run
         sums, expected = state_sums(got, STEPS), state_sums(want, STEPS)
         different = [name for name in expected if sums.get(name) != expected[name]]
         require(not different, f"differs from the undisturbed run in {', '.join(different[:5])}")
@@ -295,8 +295,8 @@ class Arena:
         )
 
 
-def _tiny(place: Path) -> list[str]:
-    text = place / "text"
+def _tiny(directory: Path) -> list[str]:
+    text = directory / "text"
     if not text.exists():
         text.mkdir()
         rng = random.Random(0)

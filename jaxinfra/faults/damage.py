@@ -97,10 +97,10 @@ def full_disk(arena: Arena) -> str:
         run = f"f17-{name}"
         plan = injected("jaxinfra.checkpoint.arrays:Write.finish", "raise", number, call=2, rank=0)
         arena.run(run, arena.settings(), faults=[plan], restarts=0).require(0, "NOT SAVED")
-        found = incidents(arena.place / run, "not saved")
+        found = incidents(arena.directory / run, "not saved")
         require(len(found) == 1, f"incidents: {found}")
         require(os.strerror(number) in found[0]["text"], f"incident: {found[0]['text']}")
-        steps = saved_steps(arena.place / run)
+        steps = saved_steps(arena.directory / run)
         require(steps == [SAVE_EVERY, STEPS], f"saved steps are {steps}")
         evidence.append(f"{name}: {found[0]['text'][:150]}; {arena.require_same(run)}")
     return "; ".join(evidence)
@@ -110,7 +110,7 @@ def full_disk(arena: Arena) -> str:
 def other_shape(arena: Arena) -> str:
     """Resumes on other meshes; requires bitwise equal state after resharding, and data in order."""
     reference = arena.reference()
-    run = arena.place / "f18"
+    run = arena.directory / "f18"
     _stop_at(arena, "f18", arena.settings(processes=4), call=4, processes=4)
     first = max(saved_steps(run))
     on_one = state_sums(run, first)
@@ -119,7 +119,7 @@ def other_shape(arena: Arena) -> str:
     _stop_at(arena, "f18", ["--resume", "--mesh", "fsdp=2"], call=4, processes=2)
     second = max(saved_steps(run))
     command = ["train", "--resume", str(run), "--mesh", "fsdp=8"]
-    command += ["--cache", str(arena.place / "cache")]
+    command += ["--cache", str(arena.directory / "cache")]
     with arena.start(command, run="f18-8", environment=_EIGHT) as job:
         job.end().require(0)
     require(ledger(run) == ledger(reference), "the ledgers of samples differ")
@@ -165,21 +165,23 @@ def _stop_at(arena: Arena, run: str, command: list[str], *, call: int, processes
 
 def _copy(arena: Arena, name: str) -> Path:
     """Copies the run without faults, as if it had been stopped before it ended."""
-    run = shutil.copytree(arena.reference(), arena.place / name, dirs_exist_ok=True)
+    run = shutil.copytree(arena.reference(), arena.directory / name, dirs_exist_ok=True)
     (run / "summary.json").unlink()
     return run
 
 
 def _falls_back(arena: Arena, name: str, file: str) -> str:
     with arena.start(
-        ["doctor", "checkpoint", str(arena.place / name)], run=f"{name}-doctor", environment={}
+        ["doctor", "checkpoint", str(arena.directory / name)], run=f"{name}-doctor", environment={}
     ) as job:
         ended = job.end()
     require(ended.code == 1 and file in ended.said, f"doctor said {ended.said[-1000:]}")
     before = STEPS - SAVE_EVERY
     ended = arena.run(name, ["--resume"], restarts=0)
     ended.require(0, f"resumed at step {before}", f"step {STEPS} ({file}")
-    quarantine = list((arena.place / name / "checkpoints" / "quarantine").glob(f"{_LAST}-*.json"))
+    quarantine = list(
+        (arena.directory / name / "checkpoints" / "quarantine").glob(f"{_LAST}-*.json")
+    )
     require(len(quarantine) == 1 and file in quarantine[0].read_text(), "not in quarantine")
     return f"{file} named by doctor and at the start, resumed at step {before}; " + (
         arena.require_same(name)

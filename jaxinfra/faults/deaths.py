@@ -35,7 +35,7 @@ def _kill_at(target: str, *, rank: int, call: int) -> dict[str, Any]:
 
 def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
     """Kills a rank in step 7, or later where a slow disk has not finished step 4's checkpoint."""
-    saved = arena.place / run / "checkpoints" / directory_layout.step_name(SAVE_EVERY)
+    saved = arena.directory / run / "checkpoints" / directory_layout.step_name(SAVE_EVERY)
     return _kill_at(_SEND, rank=rank, call=7) | {"once": str(saved)}
 
 
@@ -50,7 +50,7 @@ def _release(arena: Arena, run: str) -> None:
 
 
 def _gate(arena: Arena, run: str) -> Path:
-    return arena.place / f"{run}.go"
+    return arena.directory / f"{run}.go"
 
 
 def _wait_until_in(job: RunningJob, *, rank: int, phase: str, step: int) -> None:
@@ -69,7 +69,7 @@ def _survives_kill(arena: Arena, run: str, plan: dict[str, Any]) -> str:
         f"resumed at step {SAVE_EVERY}" in ended.said,
         f"it did not go on from step {SAVE_EVERY}: {ended.said[-1500:]}",
     )
-    left = [path.name for path in (arena.place / run / "checkpoints").glob("step_*.*")]
+    left = [path.name for path in (arena.directory / run / "checkpoints").glob("step_*.*")]
     require(not left, f"a killed save left {left}")
     return f"rank {rank} named, resumed at step {SAVE_EVERY}; {arena.require_same(run)}"
 
@@ -103,7 +103,7 @@ def kill_before_commit(arena: Arena) -> str:
 
 
 def _require_all_saved(arena: Arena, run: str) -> str:
-    steps = saved_steps(arena.place / run)
+    steps = saved_steps(arena.directory / run)
     require(steps[-1] == STEPS and STEPS - SAVE_EVERY in steps, f"saved steps are {steps}")
     return f"saves after it {steps}; "
 
@@ -156,7 +156,7 @@ def stop_at_any_time(arena: Arena) -> str:
         asked_at = max(event.time for event in job.record_of(1).events if event.name == phase)
         took_s = ended.at - asked_at
         require(took_s < _GRACE_S, f"{moment}: it took {took_s:.0f} s")
-        steps = saved_steps(arena.place / "f6")
+        steps = saved_steps(arena.directory / "f6")
         done = f"step {steps[-1]} saved" if steps else "nothing to save"
         seen.append(f"{moment} ({done}, {took_s:.1f} s)")
         require(steps or phase in ("setup", "compile"), f"{moment}: nothing saved")
@@ -198,7 +198,7 @@ def halt_one(arena: Arena) -> str:
         _wait_until_in(job, rank=1, phase="step", step=6)
         os.kill(job.pid_of(1), signal.SIGSTOP)
         job.end().require(0)
-    before = arena.place / "f8" / "recorder.1"
+    before = arena.directory / "f8" / "recorder.1"
     text = _report_of(before)
     require(text.startswith("rank 1 does not run"), f"the report says: {text}")
     took_s = _noticed_at(before) - record_of(before, 1).beat_time
@@ -223,7 +223,7 @@ def stuck_rank(arena: Arena) -> str:
     plan = injected(_SEND, "sleep", 3600, call=7, rank=1, attempt=0)
     command = arena.settings(f"reliability.hang_s={hang_s}")
     arena.run("f9", command, faults=[plan]).require(0, "exit 74")
-    before = arena.place / "f9" / "recorder.1"
+    before = arena.directory / "f9" / "recorder.1"
     text = _report_of(before)
     require("rank 1 is absent" in text, f"the report says: {text}")
     took_s = _noticed_at(before) - record_of(before, 1).since
@@ -243,7 +243,7 @@ def missing_rank(arena: Arena) -> str:
     evidence = []
     port = _free_port()
     plain = {"JAXINFRA_COORDINATOR": f"127.0.0.1:{port}", "JAXINFRA_NUM_PROCESSES": "3"}
-    words = [*arena.settings(processes=3), "--run", str(arena.place / "f21")]
+    words = [*arena.settings(processes=3), "--run", str(arena.directory / "f21")]
     began = time.monotonic()
     with (
         arena.start(words, run="f21-0", environment={**plain, "JAXINFRA_PROCESS_ID": "0"}) as zero,
@@ -273,7 +273,7 @@ def killed_for_memory(arena: Arena) -> str:
 
     A fake file for the cgroup's count of out-of-memory kills is incremented with the kill.
     """
-    group = arena.place / "memory-group"
+    group = arena.directory / "memory-group"
     group.mkdir(exist_ok=True)
     events = group / "memory.events"
     events.write_text("oom 0\noom_kill 0\n")
@@ -295,7 +295,7 @@ def normal_end(arena: Arena) -> str:
     """Lets a run end normally, and requires that no process aborts."""
     command = arena.settings("training.steps=4", processes=8)
     arena.run("f23", command, processes=8, restarts=0).require(0)
-    ranks = _report(arena.place / "f23")[-1]["ranks"]
+    ranks = _report(arena.directory / "f23")[-1]["ranks"]
     require(set(ranks.values()) == {0} and len(ranks) == 8, f"exit codes {ranks}")
     return f"exit codes {sorted(ranks.values())}"
 

@@ -157,21 +157,23 @@ class GymServer:
         require(not bad, f"the undisturbed server answered {bad[:1]}")
         return [reply.text for reply in replies]
 
-    def send(self, asked: Mapping[str, Any] | bytes, *, room: int | None = None) -> socket.socket:
+    def send(
+        self, body: Mapping[str, Any] | bytes, *, receive_buffer: int | None = None
+    ) -> socket.socket:
         """Opens a connection and sends a request, without reading the answer.
 
         Args:
-            room: size of the connection's receive buffer in bytes; None: the system's default.
+            receive_buffer: bytes of the connection's receive buffer; None: the system's default.
         """
         made = socket.socket()
-        if room is not None:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        if receive_buffer is not None:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         made.settimeout(_TIMEOUT_S)
         made.connect((self.host, self.port))
-        if isinstance(asked, bytes):
-            made.sendall(asked)
+        if isinstance(body, bytes):
+            made.sendall(body)
         else:
-            data = json.dumps(asked).encode()
+            data = json.dumps(body).encode()
             made.sendall(head(len(data)) + data)
         return made
 
@@ -214,14 +216,14 @@ def serving(
     arena: Arena, run: str, *options: str, faults: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[GymServer]:
     """Starts ``jaxinfra serve`` of the tiny model, and ends it when the ``with`` block ends."""
-    model = arena.place / "served"
+    model = arena.directory / "served"
     with _WRITING:
         if not model.exists():
             write_served_model(model)
     # Programs are compiled once for all of these servers.
     environment = {
         VARIABLE: json.dumps(list(faults)),
-        "XDG_CACHE_HOME": str(arena.place / "cache"),
+        "XDG_CACHE_HOME": str(arena.directory / "cache"),
     }
     words = ["serve", str(model), "--port", "0", *_SMALL, *options]
     with arena.start(words, run=run, environment=environment) as job:

@@ -57,7 +57,7 @@ def clients_go(arena: Arena) -> str:
 def engine_fails(arena: Arena) -> str:
     """Fails the engine; requires errors to clients, and the process to exit for a restart."""
     # After the undisturbed answers, in the midst of what is asked then.
-    gate = arena.place / "f25.go"
+    gate = arena.directory / "f25.go"
     plan = injected(STEP, "raise", 5, call=400, once=str(gate))
     gate.touch()
     with serving(arena, "f25", faults=[plan]) as server:
@@ -131,12 +131,12 @@ def slow_reader(arena: Arena) -> str:
     with serving(arena, "f27") as server:
         texts = server.texts()
         asked = body(PROMPTS[0], new=_LONG, stream=True, n=16, logprobs=20)
-        connection = server.send(asked, room=4096)
+        connection = server.send(asked, receive_buffer=4096)
         require(server.texts() == texts, "others were answered otherwise meanwhile")
         server.wait_until_idle()  # it is computed, though no client reads
         kept = server.series()["process_resident_memory_bytes"]
         for _ in range(3):
-            drop(server.send(asked, room=4096), reset=True)
+            drop(server.send(asked, receive_buffer=4096), reset=True)
         server.wait_until_idle()
         reply = read_rest(connection)
         require(reply.is_whole and not reply.error, "the slow client's stream did not end")

@@ -29,7 +29,7 @@ def other_program(arena: Arena) -> str:
     ended = arena.run("f10", arena.settings(), faults=[plan])
     named = "the program of the training step of rank 1"
     ended.require(1, named, "starting it again would not help")
-    done = metrics(arena.place / "f10")
+    done = metrics(arena.directory / "f10")
     require(not done, f"steps were done: {done}")
     return f"W: {ended.line(named)}"
 
@@ -40,7 +40,7 @@ def not_a_number(arena: Arena) -> str:
     step = 10
     plan = _poison(arena, step, rank=1, action=f"{_CORRUPTION}:poison_weights")
     arena.run("f11", arena.settings(), faults=[plan], restarts=0).require(0)
-    found = single_incident(arena.place / "f11", "not finite")
+    found = single_incident(arena.directory / "f11", "not finite")
     require(found["step"] == step and found["ranks"] == [1], f"found {found}")
     require(found["tensors"] and "layer 0" in found["text"], f"found {found}")
     same = _require_like_excluded(arena, "f11", step)
@@ -55,9 +55,9 @@ def poison_batch(arena: Arena) -> str:
     plans = [_poison(arena, step, rank=rank, action=action) for rank in range(arena.processes)]
     arena.run("f12", arena.settings(*_spike(arena)), faults=plans, restarts=0).require(0)
     _require_spike(arena, "f12", step, kind="batch excluded")
-    found = single_incident(arena.place / "f12", "batch excluded")
+    found = single_incident(arena.directory / "f12", "batch excluded")
     require(found["step"] == step, f"found {found}")
-    without = [entry[0] for entry in ledger(arena.place / "f12") if not entry[-1]]
+    without = [entry[0] for entry in ledger(arena.directory / "f12") if not entry[-1]]
     require(without == [step], f"the ledger lacks the batches of steps {without}")
     same = _require_like_excluded(arena, "f12", step)
     return f"the ledger lacks samples {found['samples']} alone; {found['text']}; {same}"
@@ -69,9 +69,9 @@ def flipped_weight(arena: Arena) -> str:
     plan = injected(_STEP, f"{_CORRUPTION}:flipping_step", rank=1, at=6)
     command = arena.settings(processes=4)
     arena.run("f13", command, faults=[plan], restarts=0, processes=4).require(0)
-    back = single_incident(arena.place / "f13", "went back")
+    back = single_incident(arena.directory / "f13", "went back")
     require(back["step"] == 8, f"seen at step {back['step']}, flipped at 6, compared every 4")
-    found = single_incident(arena.place / "f13", "transient fault")
+    found = single_incident(arena.directory / "f13", "transient fault")
     require(found["ranks"] == [1], f"found {found}")
     return f"W: {back['text']}; {found['text']}; {arena.require_same('f13', processes=4)}"
 
@@ -84,9 +84,9 @@ def transient(arena: Arena) -> str:
     plan = injected(_STEP, f"{_CORRUPTION}:poisoning_step", rank=1, at=step, token=rare)
     arena.run("f14", arena.settings(*_spike(arena)), faults=[plan], restarts=0).require(0)
     _require_spike(arena, "f14", step, kind="transient fault")
-    found = single_incident(arena.place / "f14", "transient fault")
+    found = single_incident(arena.directory / "f14", "transient fault")
     require(found["step"] == step, f"found {found}")
-    require(not incidents(arena.place / "f14", "batch excluded"), "a good batch was left out")
+    require(not incidents(arena.directory / "f14", "batch excluded"), "a good batch was left out")
     return f"W: step {step}: {found['text']}; {arena.require_same('f14')}"
 
 
@@ -127,9 +127,9 @@ def _ratios(run: Path) -> dict[int, float]:
 
 def _require_spike(arena: Arena, run: str, step: int, *, kind: str) -> None:
     """Requires a corrupted batch's loss to stand out, unless the guard noticed it."""
-    if incidents(arena.place / run, kind):
+    if incidents(arena.directory / run, kind):
         return
-    ratio, usual = _ratios(arena.place / run)[step], _ratios(arena.reference())[step]
+    ratio, usual = _ratios(arena.directory / run)[step], _ratios(arena.reference())[step]
     require(
         ratio > 1.1 * usual,
         f"the spoilt batch's loss is {ratio:.3f} times the recent median, an undisturbed one's "
@@ -148,10 +148,10 @@ def _slow(arena: Arena, target: str) -> dict[str, Any]:
 def _slow_is_named(arena: Arena, run: str, plan: dict[str, Any], *, cause: str) -> str:
     settings = ["training.steps=20", "training.evaluate_every=20"]
     arena.run(run, arena.settings(*settings), faults=[plan], restarts=0).require(0)
-    found = [(one["rank"], one["cause"]) for one in incidents(arena.place / run, "slow rank")]
+    found = [(one["rank"], one["cause"]) for one in incidents(arena.directory / run, "slow rank")]
     require((1, cause) in found, f"named: {found or 'no rank'}")
     # Another cause may be true too: on a machine that is busy elsewhere any rank may be slow.
-    slow = [one for one in incidents(arena.place / run, "slow rank") if one["cause"] == cause]
+    slow = [one for one in incidents(arena.directory / run, "slow rank") if one["cause"] == cause]
     require(all(one["rank"] == 1 for one in slow), f"named: {found}")
     require(slow[0]["step"] <= 3 + 50, f"named at step {slow[0]['step']}")
     return f"W at step {slow[0]['step']}: {slow[0]['text']}"

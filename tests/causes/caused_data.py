@@ -42,7 +42,7 @@ def _good_texts(count: int) -> list[str]:
 def duplicates(arena: Arena) -> CauseVerdict:
     """Learned by heart."""
     texts = _good_texts(60)
-    place = _texts(arena.place / "duplicates", [*texts, *texts[:20]])
+    place = _texts(arena.directory / "duplicates", [*texts, *texts[:20]])
     return verdict_of_findings(_documents(place), words="data: duplicates: 20 of 80 documents")
 
 
@@ -53,7 +53,7 @@ def cut_documents(arena: Arena) -> CauseVerdict:
         text[:500].rstrip(". \n").ljust(500, "x") if len(text) > 500 else text
         for text in _good_texts(60)
     ]
-    place = _texts(arena.place / "cut-documents", texts)
+    place = _texts(arena.directory / "cut-documents", texts)
     return verdict_of_findings(_documents(place), words="data: cut documents: .*500 characters")
 
 
@@ -62,14 +62,14 @@ def unreadable_documents(arena: Arena) -> CauseVerdict:
     """Replacement characters."""
     texts = _good_texts(60)
     texts[:10] = [text.replace("e", "\ufffd") for text in texts[:10]]
-    place = _texts(arena.place / "unreadable-documents", texts)
+    place = _texts(arena.directory / "unreadable-documents", texts)
     return verdict_of_findings(_documents(place), words="data: unreadable documents: 10")
 
 
 @healthy("different-texts", DATA, what="200 texts of different lengths")
 def different_texts(arena: Arena) -> str:
     """No text stands twice."""
-    return alarm_of(_documents(_texts(arena.place / "different-texts", _good_texts(200))))
+    return alarm_of(_documents(_texts(arena.directory / "different-texts", _good_texts(200))))
 
 
 @healthy("source-files", DATA, what="files with one header, two of them without a last line's end")
@@ -77,4 +77,4 @@ def source_files(arena: Arena) -> str:
     """As repositories have them."""
     texts = [f"# License: as the others.\n{text}" for text in _good_texts(80)]
     texts[3:5] = [text.rstrip("\n.") for text in texts[3:5]]
-    return alarm_of(_documents(_texts(arena.place / "source-files", texts)))
+    return alarm_of(_documents(_texts(arena.directory / "source-files", texts)))

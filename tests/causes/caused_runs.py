@@ -174,7 +174,7 @@ def too_little_memory(arena: Arena) -> CauseVerdict:
     command = arena.settings(*_QUIET, processes=1)
     ended = arena.run("too-little-memory", command, faults=[plan], restarts=0, processes=1)
     require(ended.code == 1, f"exit {ended.code}: {ended.said[-2000:]}")
-    file = arena.place / "too-little-memory" / "out-of-memory.json"
+    file = arena.directory / "too-little-memory" / "out-of-memory.json"
     require(file.exists(), f"no report: {ended.said[-2000:]}")
     report = json.loads(file.read_text())
     options = report["remedies"][0]["options"] if report["remedies"] else []
@@ -214,7 +214,7 @@ def sharded(arena: Arena) -> str:
     command = [*arena.settings(*_QUIET, processes=2), "--mesh", "fsdp=2"]
     ended = arena.run("sharded", command, restarts=0, processes=2)
     require(ended.code == 0, ended.said[-2000:])
-    return alarms_of(explain_step(arena.place / "sharded"))
+    return alarms_of(explain_step(arena.directory / "sharded"))
 
 
 def _sleep(target: str, seconds: float, **where: Any) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _run(
     command = arena.settings(*_QUIET, *settings, processes=processes)
     ended = arena.run(name, command, faults=faults, restarts=0, processes=processes)
     require(ended.code == 0, f"{name}: {ended.said[-2000:]}")
-    return arena.place / name
+    return arena.directory / name
 
 
 def _verdict(

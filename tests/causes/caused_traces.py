@@ -55,7 +55,7 @@ def _recomputed(ms: float) -> list[TracePart]:
 @cause("exposed-collective", TRACE, made="a trace with 31 ms of reduce-scatter that nothing hides")
 def exposed_collective(arena: Arena) -> CauseVerdict:
     """Over the axis that the program says."""
-    place = arena.place / "exposed-collective"
+    place = arena.directory / "exposed-collective"
     write_trace(place, [*healthy_step(), _scatter(31)], axes={"reduce-scatter.1": "fsdp"})
     return _named(place, "to communication over fsdp: .*reduce-scatter.1")
 
@@ -64,14 +64,16 @@ def exposed_collective(arena: Arena) -> CauseVerdict:
 def late_launches(arena: Arena) -> CauseVerdict:
     """The host launches too slowly."""
     good = healthy_step()
-    place = write_trace(arena.place / "late-launches", [*good[:9], idle_part(40), *good[9:]])
+    place = write_trace(arena.directory / "late-launches", [*good[:9], idle_part(40), *good[9:]])
     return _named(place, "to host dispatch")
 
 
 @cause("stacked-copies", TRACE, made="a trace with 25 ms of copies between layouts")
 def stacked_copies(arena: Arena) -> CauseVerdict:
     """Arrays stacked over layers."""
-    place = write_trace(arena.place / "stacked-copies", changed(healthy_step(), "copy.1", ms=25.0))
+    place = write_trace(
+        arena.directory / "stacked-copies", changed(healthy_step(), "copy.1", ms=25.0)
+    )
     return _named(place, "to copies")
 
 
@@ -79,7 +81,7 @@ def stacked_copies(arena: Arena) -> CauseVerdict:
 def odd_vocabulary(arena: Arena) -> CauseVerdict:
     """A size that is no multiple of the tensor cores' tiles."""
     odd = matmul_part("logits", _LOSS, (16384, 2048, 50257), launches=1, rate=130e12)
-    place = write_trace(arena.place / "odd-vocabulary", [*healthy_step(), odd])
+    place = write_trace(arena.directory / "odd-vocabulary", [*healthy_step(), odd])
     return _named(
         place, r"to slow matmuls: logits, \[16384, 2048\] by \[2048, 50257\] in bf16,.*130"
     )
@@ -89,7 +91,7 @@ def odd_vocabulary(arena: Arena) -> CauseVerdict:
 def small_micro_batches(arena: Arena) -> CauseVerdict:
     """Each launch has few rows."""
     parts = healthy_step(tokens=256, launches=16 * 16, rate=150e12)
-    place = write_trace(arena.place / "small-micro-batches", parts, accumulation=16)
+    place = write_trace(arena.directory / "small-micro-batches", parts, accumulation=16)
     found = _named(place, r"to slow matmuls: \S+ \[256, ")
     return found if "training.accumulation below 16" in found.remedy else _unnamed(found)
 
@@ -98,14 +100,14 @@ def small_micro_batches(arena: Arena) -> CauseVerdict:
 def fp32_matmuls(arena: Arena) -> CauseVerdict:
     """A precision that was not meant."""
     parts = healthy_step(dtype="f32", rate=200e12, kernel="nvjet_sm90_sss_128x128")
-    found = _named(write_trace(arena.place / "fp32-matmuls", parts), "to matmuls in f32")
+    found = _named(write_trace(arena.directory / "fp32-matmuls", parts), "to matmuls in f32")
     return found if "precision.policy=bf16" in found.remedy else _unnamed(found)
 
 
 @cause("idle-memory", TRACE, made="a trace with 45 ms of recomputation and 44 of 141 GiB in use")
 def idle_memory(arena: Arena) -> CauseVerdict:
     """Recomputation that frees memory which nobody needs."""
-    place = write_trace(arena.place / "idle-memory", _recomputed(45), used_gib=44)
+    place = write_trace(arena.directory / "idle-memory", _recomputed(45), used_gib=44)
     return _named(place, "to recomputation: .*44.0 of 141.0 GiB")
 
 
@@ -126,7 +128,7 @@ def _job(place: Path, *ranks: Sequence[TracePart]) -> Path:
 def capped_device(arena: Arena) -> CauseVerdict:
     """A straggler by its device."""
     good = healthy_step()
-    place = _job(arena.place / "capped-device", good, good, slower(good, 1 / 0.75), good)
+    place = _job(arena.directory / "capped-device", good, good, slower(good, 1 / 0.75), good)
     found = _named(place, "to rank 2, which is slow: its kernels")
     return found if "power limit" in found.remedy else _unnamed(found)
 
@@ -135,7 +137,7 @@ def capped_device(arena: Arena) -> CauseVerdict:
 def late_rank(arena: Arena) -> CauseVerdict:
     """A straggler by its host."""
     good = healthy_step()
-    place = _job(arena.place / "late-rank", good, [*good, idle_part(50)], good, good)
+    place = _job(arena.directory / "late-rank", good, [*good, idle_part(50)], good, good)
     return _named(place, "to rank 1, which is slow: it has nothing to do")
 
 
@@ -149,8 +151,8 @@ def _differs(
     options: Sequence[str] = (),
 ) -> CauseVerdict:
     places = (
-        write_trace(arena.place / name / "a", first),
-        write_trace(arena.place / name / "b", second, xla_options=options),
+        write_trace(arena.directory / name / "a", first),
+        write_trace(arena.directory / name / "b", second, xla_options=options),
     )
     runs = [read_traced_run(each) for each in places]
     found = compare_steps(runs[0].waterfall, runs[1].waterfall, runs[0].step, runs[1].step)
@@ -228,14 +230,14 @@ def more_recomputation(arena: Arena) -> CauseVerdict:
 @healthy("dense-step", TRACE, what="a made-up trace of 1.2B parameters on an H200")
 def dense_step(arena: Arena) -> str:
     """Nothing but computing."""
-    return _alarms(write_trace(arena.place / "dense-step", healthy_step()))
+    return _alarms(write_trace(arena.directory / "dense-step", healthy_step()))
 
 
 @healthy("hidden-communication", TRACE, what="the same with a reduce-scatter behind its matmuls")
 def hidden_communication(arena: Arena) -> str:
     """On a stream of its own."""
     parts = [_scatter(60, beside=True), *healthy_step()]
-    place = arena.place / "hidden-communication"
+    place = arena.directory / "hidden-communication"
     return _alarms(write_trace(place, parts, axes={"reduce-scatter.1": "fsdp"}))
 
 
@@ -244,7 +246,7 @@ def hidden_communication(arena: Arena) -> str:
 )
 def needed_recomputation(arena: Arena) -> str:
     """It would not fit without."""
-    place = arena.place / "needed-recomputation"
+    place = arena.directory / "needed-recomputation"
     return _alarms(write_trace(place, _recomputed(45), used_gib=120))
 
 
@@ -252,7 +254,7 @@ def needed_recomputation(arena: Arena) -> str:
 def few_micro_batches(arena: Arena) -> str:
     """Large enough for the tensor cores."""
     parts = healthy_step(tokens=4096, launches=64, rate=560e12)
-    return _alarms(write_trace(arena.place / "few-micro-batches", parts, accumulation=4))
+    return _alarms(write_trace(arena.directory / "few-micro-batches", parts, accumulation=4))
 
 
 @healthy("fp32-router", TRACE, what="routers that multiply in f32 for 2.7 ms of a step")
@@ -260,7 +262,7 @@ def fp32_router(arena: Arena) -> str:
     """As experts' routers must."""
     scope = "jit(train_step)/jvp(layer)/mlp/routing/dot"
     router = matmul_part("router", scope, (16384, 2048, 128), rate=50e12, dtype="f32")
-    return _alarms(write_trace(arena.place / "fp32-router", [*healthy_step(), router]))
+    return _alarms(write_trace(arena.directory / "fp32-router", [*healthy_step(), router]))
 
 
 @healthy("thin-matmuls", TRACE, what="matmuls of 128 rows, as fast as their weights can be read")
@@ -269,7 +271,7 @@ def thin_matmuls(arena: Arena) -> str:
     rate = 2 * 128 * 3.4e12 / 2
     scope = "jit(train_step)/jvp(layer)/mlp/dot"
     thin = matmul_part("thin", scope, (128, 4096, 14336), launches=256, rate=rate)
-    return _alarms(write_trace(arena.place / "thin-matmuls", [*healthy_step(), thin]))
+    return _alarms(write_trace(arena.directory / "thin-matmuls", [*healthy_step(), thin]))
 
 
 @healthy("uneven-ranks", TRACE, what="traces of four ranks whose devices differ by 1%")
@@ -277,7 +279,7 @@ def uneven_ranks(arena: Arena) -> str:
     """As any four do."""
     good = healthy_step()
     ranks = [slower(good, times) for times in (1.0, 1.01, 1.005, 0.995)]
-    return _alarms(_job(arena.place / "uneven-ranks", *ranks))
+    return _alarms(_job(arena.directory / "uneven-ranks", *ranks))
 
 
 @healthy("same-steps", DIFFERENCE, what="two steps whose kernels' times differ by up to 2%")

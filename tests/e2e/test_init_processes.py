@@ -22,7 +22,7 @@ def test_two_processes_start_from_the_same_weights_as_one(tmp_path, lora):
     options = ["--init", str(model), "--data", str(text), f"--set=data.heldout_source={text}"]
     options += ["--batch-size", "4", "--sequence-length", "64", "--learning-rate", "1e-3", *lora]
     arena = Arena(tmp_path / "runs", options=options, processes=2)
-    two, alone = arena.reference(), arena.place / "alone"
+    two, alone = arena.reference(), arena.directory / "alone"
     with arena.start(
         [*arena.settings(), "--run", str(alone)], run="alone", environment=TWO_DEVICES
     ) as job:

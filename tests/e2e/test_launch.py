@@ -34,10 +34,10 @@ def arena(tmp_path_factory) -> Arena:
 def test_two_processes_are_one_with_two_devices_to_the_last_bit(arena):
     """A sum of two numbers has one rounding, whoever adds them: nothing may differ."""
     two = arena.reference()
-    words = [*arena.settings(), "--run", str(arena.place / "alone")]
-    ended = processes.run(*words, log=arena.place / "alone", environment=TWO_DEVICES)
+    words = [*arena.settings(), "--run", str(arena.directory / "alone")]
+    ended = processes.run(*words, log=arena.directory / "alone", environment=TWO_DEVICES)
     assert ended.code == 0, ended
-    alone = arena.place / "alone"
+    alone = arena.directory / "alone"
     assert values(two) == values(alone)
     assert state_sums(two, 12) == state_sums(alone, 12)
 
@@ -52,12 +52,12 @@ def test_four_processes_are_one_device(tmp_path):
         "processes": [record["loss"] for record in values(arena.reference()) if "loss" in record]
     }
     for name, devices in (("devices", 4), ("device", 1)):
-        words = [*arena.settings(processes=devices), "--run", str(arena.place / name)]
+        words = [*arena.settings(processes=devices), "--run", str(arena.directory / name)]
         flag = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         with arena.start(words, run=name, environment=flag) as job:
             ended = job.end()
         assert ended.code == 0, ended.said
-        records = values(arena.place / name)
+        records = values(arena.directory / name)
         losses[name] = [record["loss"] for record in records if "loss" in record]
     four, devices, one = (np.array(losses[name]) for name in ("processes", "devices", "device"))
     assert len(one) == 12

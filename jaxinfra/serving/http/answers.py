@@ -124,7 +124,7 @@ class AnswerForm:
         return ChoicePart()
 
     async def at_once(
-        self, requests: list[GenerationRequest], given: ProgressBatches
+        self, requests: list[GenerationRequest], batches: ProgressBatches
     ) -> dict[str, Any]:
         """Waits for all requests, and returns the whole answer's JSON body.
 
@@ -133,7 +133,7 @@ class AnswerForm:
         """
         usage = Usage(prompts=self._prompts)
         parts = [self.before(index) for index in range(len(requests))]
-        async for arrived in given:
+        async for arrived in batches:
             for place, came in arrived:
                 progress = self._wanted(came)
                 usage.count(place, progress)
@@ -144,7 +144,7 @@ class AnswerForm:
         body = {"object": self.whole, "choices": choices, "usage": usage.body()}
         return self._head | body | self.extra_fields()
 
-    async def events(self, given: ProgressBatches) -> AsyncIterator[bytes]:
+    async def events(self, batches: ProgressBatches) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events: one per piece of text, then the end.
 
         Events of pieces that came at a time are yielded as one value, which is one write.
@@ -152,7 +152,7 @@ class AnswerForm:
         usage, begun = Usage(prompts=self._prompts), set()
         options = self._body.stream_options
         head = self._head | {"object": self.chunk}
-        async for arrived in given:
+        async for arrived in batches:
             told = []
             for place, came in arrived:
                 progress = self._wanted(came)

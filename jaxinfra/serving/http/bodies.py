@@ -347,14 +347,14 @@ class ChatBody(GenerationBody):
         return self.tools or None
 
 
-def chat_body(given: Mapping[str, Any]) -> ChatBody:
+def chat_body(fields: Mapping[str, Any]) -> ChatBody:
     """Makes the chat request that is equivalent to these fields of another API's request.
 
     Raises:
         DataError: a setting is invalid.
     """
     try:
-        return ChatBody.model_validate(dict(given))
+        return ChatBody.model_validate(dict(fields))
     except pydantic.ValidationError as error:
         said = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:4]]
         raise DataError("; ".join(said)) from error

@@ -191,7 +191,7 @@ class ItemsForm:
         return self.items.take(progress.text, finish)
 
     async def at_once(
-        self, requests: list[GenerationRequest], given: ProgressBatches
+        self, requests: list[GenerationRequest], batches: ProgressBatches
     ) -> dict[str, Any]:
         """Waits for the answer, and returns its JSON body.
 
@@ -199,17 +199,17 @@ class ItemsForm:
             GenerationFailedError: the engine failed to finish the request.
         """
         del requests
-        async for arrived in given:
+        async for arrived in batches:
             for _, progress in arrived:
                 if progress.end is EndReason.ERROR:
                     raise GenerationFailedError(progress.error)
                 self.take(progress)
         return self.body()
 
-    async def events(self, given: ProgressBatches) -> AsyncIterator[bytes]:
+    async def events(self, batches: ProgressBatches) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events; those that came at a time as one value."""
         yield b"".join(self.begin())
-        async for arrived in given:
+        async for arrived in batches:
             told = []
             for _, progress in arrived:
                 if progress.end is EndReason.ERROR:

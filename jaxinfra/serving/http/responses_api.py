@@ -178,14 +178,14 @@ def _text(content: Any, *, where: str) -> str:
     return "".join(texts)
 
 
-def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns input items as messages of chat completions.
 
     Raises:
         DataError: an item is not known.
     """
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
 
@@ -195,7 +195,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": "assistant", "content": None})
         return messages[-1]
 
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         where = f"input[{number}]"
         try:
             match item.get("type", "message"):

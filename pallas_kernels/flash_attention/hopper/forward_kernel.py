@@ -575,7 +575,7 @@ class ForwardKernel(AttentionKernel):
         return self.mask_positions(s, aligned - key0, key0, fill=-jnp.inf)
 
     def walk(self, keys: TileRange, step: Callable[..., Any], carry):
-        """Calls ``step(i, carry, masked=...)`` for each visited key tile after the first."""
+        """Calls ``step(i, carry, masked=...)`` for tiles 1, 2, ...; tile 0 has the last keys."""
         first, count = jnp.int32(1), keys.hi - keys.lo
         masked_step = functools.partial(step, masked=True)
         full_step = functools.partial(step, masked=False)
