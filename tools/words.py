@@ -30,6 +30,7 @@ PRIVATE = {
     r"nobody": "no + the noun",
     r"so many": "the name of the number",
     r"every how many": "the interval in",
+    r"(is|are|be) told(?! (apart|from))": "gets, is reported, is named",
     r"likewise": "a sentence of its own",
     r"turns": "rounds; interleaved",
     r"lies|lie|lay": "is stored, is",

@@ -218,7 +218,7 @@ def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
 
 
 def _with_warmup(config: RunConfig, args: argparse.Namespace) -> RunConfig:
-    """A run that was made shorter than its warm-up gets one of a tenth of it, and is told so."""
+    """Shortens the warm-up of a run that is shorter than it to a tenth of the run; prints that."""
     if any(each.startswith("optimizer.warmup_steps=") for each in args.set):
         validate(config)
     shorter = with_warmup(config)

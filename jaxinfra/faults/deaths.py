@@ -1,4 +1,4 @@
-"""Faults 1-9 and 21-23: processes that die, are told to stop, hang, or never start."""
+"""Faults 1-9 and 21-23: processes that die, stop on a signal, hang, or never start."""
 
 import json
 import os

@@ -59,7 +59,7 @@ def _disturbed(
     """Sends requests to both replicas while replica 0 is disturbed; returns the evidence.
 
     Args:
-        how: a replica is lost, as clients are told whose answer had begun.
+        how: text about the lost replica, sent to clients whose answer had begun.
     """
     before = server.series()["jaxinfra:repeated_requests_total"]
     asked = [body(p, new=_LONG, n=_CHOICES, stream=n % 2 > 0) for n, p in enumerate(PROMPTS)] * 2

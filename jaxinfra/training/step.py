@@ -265,9 +265,9 @@ def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:
     """Values that layers emit, by their own names, reduced over all layers.
 
-    A loss is its share of the objective per counted token. Of an array of counts the least, the
-    most and the mean of its elements are told, and the most over the mean of the layer where that
-    is largest: how evenly tokens are spread.
+    A loss is its share of the objective per counted token. An array of counts gives the least, the
+    most and the mean of its elements. It also gives the largest ratio of most to mean in a layer:
+    how evenly tokens are spread.
     """
     record: dict[str, float] = {}
     for name, values in _by_name(metrics.sums, "losses").items():

@@ -5,7 +5,7 @@
         --out 1f1b.json
 
 A stage works from the first to the last kernel of an action; the rest of the step it waits, sends
-or reads what to do next. Kernels are told by the scope they come from, which they keep only outside
+or reads what to do next. Kernels are identified by their scope, which they keep only outside
 command buffers (``--trace`` compiles without).
 
 Beside the measured bubble stands that of the schedule's table, run with the actions' mean times: a

@@ -297,7 +297,7 @@ class Engine:
             known = ", ".join(self.adapters) or "none"
             raise ConfigError(f"adapter {request.adapter!r} is not loaded; loaded: {known}")
         if request.scores_prompt and request.sampling.logprobs is None:
-            raise ConfigError("scores_prompt needs sampling.logprobs: how many are told")
+            raise ConfigError("scores_prompt needs sampling.logprobs: how many to report")
         biased = [token for token, _ in request.sampling.logit_bias]
         if len(biased) > MOST_BIASES or max(biased, default=0) >= self.num_ids:
             raise ConfigError(
