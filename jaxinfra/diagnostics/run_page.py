@@ -175,7 +175,7 @@ def run_page(view: RunView) -> str:
         "times": _draw_times(view) if view.records else None,
         "peaks": _draw_peaks(view.records),
         "balance": draw_balance(view.records),
-        "statistics": draw_statistics(statistics, view.places) if statistics else None,
+        "statistics": draw_statistics(statistics, view.layer_positions) if statistics else None,
     }
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"said": _said, "encoded": _encoded, "mixture_cells": mixture_cells}
@@ -185,7 +185,7 @@ def run_page(view: RunView) -> str:
         pictures={name: each and _encoded(_png(each)) for name, each in figures.items()},
         phases=sorted({name for each in view.ranks.values() for name in each}),
         layers=[name for name in last if name.startswith("layers/")],
-        activations=statistics_rows(statistics[-1], view.places) if statistics else [],
+        activations=statistics_rows(statistics[-1], view.layer_positions) if statistics else [],
     )
 
 

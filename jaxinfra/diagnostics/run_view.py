@@ -40,7 +40,7 @@ class RunView:
     ranks: dict[int, dict[str, float]]  # milliseconds per step by phase
     summary: dict[str, Any] | None
     explanation: Explanation | None
-    places: tuple[tuple[int, int], ...]  # block and repetition of each layer
+    layer_positions: tuple[tuple[int, int], ...]  # block and repetition of each layer
     layer_statistics: list[dict[str, Any]]  # of ``statistics.jsonl``, by step
     environments: list[dict[str, Any]]  # of each session
     spikes: list[dict[str, Any]]  # reports
@@ -121,7 +121,7 @@ def read_view(directory: Path) -> RunView:
         ranks={each.rank: phase_ms(each) for each in read_records(run.recorder)},
         summary=run.read_summary(),
         explanation=explain_step(directory),
-        places=config.model.layer_positions,
+        layer_positions=config.model.layer_positions,
         layer_statistics=_statistics(run),
         environments=read_log(run.environments_file, holds=dict[str, Any])[0],
         spikes=_spikes(run),

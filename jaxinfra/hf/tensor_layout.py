@@ -22,7 +22,7 @@ type Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """A layout with the sizes of its dims."""
+    """Layouts of a Hugging Face tensor and of our parameter, with the sizes of their dims."""
 
     theirs: tuple[tuple[str, ...], ...]  # letters that each of their dims is made of
     ours: tuple[str, ...]

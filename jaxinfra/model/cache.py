@@ -68,7 +68,7 @@ class ContiguousCache:
         """Returns this layer's cache for attention: a view of all layers' rows, without a copy."""
         return Pages(arrays=self.arrays, layer=self.layer, format=self.format)
 
-    def places(self) -> Pages:
+    def pages(self) -> Pages:
         """Returns the pages that this layer appends to; rows if their slots are no whole pages."""
         pages = self.view()
         return pages.paged() if pages.can_be_paged else pages
@@ -122,7 +122,7 @@ class PagedCache:
         num_pages = next(iter(self.arrays.values())).shape[1]
         return self._pages(jnp.clip(self.tables_BM, 0, num_pages - 1))
 
-    def places(self) -> Pages:
+    def pages(self) -> Pages:
         """Returns the pages that this layer appends to; a page number below 0 means none."""
         pages = self._pages(self.tables_BM)
         assert pages.tables_BM is not None

@@ -24,7 +24,7 @@ def dropout(
     rows_B = place.first_row(x_BT.shape[0]) + jnp.arange(x_BT.shape[0])
     row_keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
     of_places = jax.vmap(jax.random.fold_in, (None, 0))
-    keys_BT = jax.vmap(of_places, (0, None))(row_keys_B, place.places(x_BT.shape[1]))
+    keys_BT = jax.vmap(of_places, (0, None))(row_keys_B, place.token_positions(x_BT.shape[1]))
 
     def keeps(key: jax.Array) -> jax.Array:
         return jax.random.bernoulli(key, 1.0 - rate, x_BT.shape[2:])

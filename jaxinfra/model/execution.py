@@ -79,7 +79,7 @@ class Place:
         del num_rows
         return 0
 
-    def places(self, num_tokens: int) -> jax.Array:
+    def token_positions(self, num_tokens: int) -> jax.Array:
         """Returns each token's position in the sequence, int32 [T], in the tokens' memory order."""
         return jnp.arange(num_tokens)
 

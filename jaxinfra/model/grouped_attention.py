@@ -146,7 +146,7 @@ class GroupedAttention(nnx.Module):
             return None
         found = append_packed_heads(
             heads_BTNH,
-            cache.places(),
+            cache.pages(),
             config=self.config,
             positions_BT=given.positions_BT,
             rope=given.rope,

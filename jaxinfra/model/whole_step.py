@@ -77,7 +77,7 @@ def whole_step(
     done = decode_layers(
         x_BTD,
         weights,
-        seen.places(),
+        seen.pages(),
         positions_BT=given.positions_BT,
         rope=rope,
         scale=attention.config.scale,

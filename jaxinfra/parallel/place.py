@@ -275,7 +275,7 @@ class ActivationPlacement(Place):
         """Returns how often each element of a dim is repeated, as ``Placement.copies``."""
         return self.placement.copies(dim, size)
 
-    def places(self, num_tokens: int) -> jax.Array:
+    def token_positions(self, num_tokens: int) -> jax.Array:
         """Returns each token's position in the sequence, int32 [T], in the tokens' memory order.
 
         The order is zig-zag if the context axis shards sequences.

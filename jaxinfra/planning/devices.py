@@ -66,9 +66,9 @@ class Device:
         return self.budget_bytes + self.reserved_bytes
 
     def memory_fraction(self, array_bytes: float) -> float | None:
-        """Returns the share of the GPU that JAX must be allowed; None where its own is enough.
+        """Returns the memory fraction to set for JAX; None if its default fits ``array_bytes``.
 
-        A run of this share has ``budget_bytes`` for its arrays, and the reserve is beside it.
+        With this fraction, a run has ``budget_bytes`` for its arrays, besides the reserve.
         """
         whole = max(find_device(self.name).hbm_bytes, self.hbm_bytes)
         if array_bytes <= (1 - FREE_SHARE) * JAX_SHARE * whole:
