@@ -41,6 +41,7 @@ KV_HEADS = "kv_heads"  # K
 HEAD = "head"  # H
 VOCAB = "vocab"  # V
 POSITION = "position"  # rows of a learned position table
+SCORE = "score"  # the one row of a reward model's head
 EXPERTS = "experts"  # routed experts
 LATENT = "latent"  # compressed width of queries, keys or values
 LAYERS = "layers"  # L: the stacked dim of a scanned block

@@ -21,6 +21,7 @@ from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSourc
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config.finetune import BaseWeights, InitConfig
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import CheckpointError, ConfigError
@@ -81,6 +82,14 @@ def read_initial(path: Path) -> InitialModel:
         config=config.model,
         policy=config.precision.policy,
     )
+
+
+def initial_head(init: InitConfig) -> Head:
+    """Returns what the model that a run starts from computes: logits or a score."""
+    path = Path(init.path)
+    if init.step is None:
+        return read_model_directory(path).config.head
+    return RunDirectory(path).read_config().model.head
 
 
 def place_initial(

@@ -69,14 +69,13 @@ def run(args: argparse.Namespace) -> int:
             cache_dir=args.cache,
         )
     evaluation, baseline = result.evaluation, result.baseline
-    values = {
-        "step": result.step,
-        **_figures(evaluation),
-        "gzip_bits_per_byte": baseline.gzip_each,
-        "xz_bits_per_byte": baseline.xz_all,
-    }
-    if result.step is None:
-        del values["step"]
+    values = {} if result.step is None else {"step": result.step}
+    values |= _figures(evaluation)
+    if evaluation.num_bytes:
+        values |= {
+            "gzip_bits_per_byte": baseline.gzip_each,
+            "xz_bits_per_byte": baseline.xz_all,
+        }
     sets = {name: finite(_figures(each)) for name, each in result.sets.items()}
     if args.json:
         values = finite(values) | ({"sets": sets} if sets else {})
@@ -118,6 +117,8 @@ def _run_tasks(args: argparse.Namespace) -> int:
 
 
 def _figures(evaluation: Evaluation) -> dict[str, float]:
+    if evaluation.pairs and not evaluation.num_bytes:  # of scores or single answers
+        return {"heldout_loss": evaluation.loss, **evaluation.pairs}
     return {
         "heldout_loss": evaluation.loss,
         "perplexity": evaluation.perplexity,

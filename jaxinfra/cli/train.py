@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preferences",
         metavar="SPEC",
-        help="the data are pairs of answers; loss dpo, ipo, simpo, orpo or cpo: dpo,beta=0.1",
+        help="the data are good and bad answers; loss dpo, ipo, simpo, orpo, cpo, kto or reward, "
+        "such as dpo,beta=0.1",
     )
     parser.add_argument("--resume", type=local_path, metavar="RUN", help="continue this run")
     parser.add_argument(

@@ -14,6 +14,7 @@ from jaxinfra.cli.terminal import printable
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.chat import ChatRow
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
         return end_process(RESUMABLE_EXIT, together=outcome.together, wait=False)
     if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
         _report(outcome.summary)
-        if cluster is None and not args.no_sample:
+        if cluster is None and not args.no_sample and config.model.head is Head.LOGITS:
             _sample(directory, config.data)
         print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
     return end_process(0, together=outcome.together)
@@ -112,13 +113,21 @@ def _report(summary: dict) -> None:
 
 
 def _report_heldout(summary: dict) -> None:
-    bits = summary["heldout_bits_per_byte"]
     if "heldout_preferences/accuracy" in summary:
-        print(
-            f"\nheld-out pairs: loss {summary['heldout_loss']:.4f}, "
-            f"{summary['heldout_preferences/accuracy']:.1%} in order, margin "
-            f"{summary['heldout_preferences/margin']:.4f}"
+        figures = ("margin", "good_reward", "bad_reward")
+        names = {each: f"heldout_preferences/{each}" for each in figures}
+        told = "".join(
+            f", {each.replace('_', ' ')} {summary[name]:.4f}"
+            for each, name in names.items()
+            if name in summary
         )
+        print(
+            f"\nheld-out answers: loss {summary['heldout_loss']:.4f}, "
+            f"{summary['heldout_preferences/accuracy']:.1%} right{told}"
+        )
+    if "heldout_bits_per_byte" not in summary:
+        return
+    bits = summary["heldout_bits_per_byte"]
     print(
         "\nheld-out text, bits per byte: this model "
         f"{'not finite' if bits is None else format(bits, '.3f')}, "

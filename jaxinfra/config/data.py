@@ -21,13 +21,18 @@ OWN_SOURCE = "train(data=...)"
 
 
 class DataFormat(enum.StrEnum):
-    """Kinds of documents: text, conversations, or pairs of answers."""
+    """Kinds of documents: text, conversations, or answers of which some are better."""
 
     TEXT = "text"
     CHAT = "chat"  # a row of messages, of ShareGPT's or of Alpaca's form: docs/fine-tuning.md
     COMPLETIONS = "completions"  # a row of a prompt and its completion, plain text; it counts
     PREFERENCES = "preferences"  # a row of a prompt, a chosen and a rejected answer: there, too
+    SCORED = "scored"  # the same rows, for a reward model
+    LABELLED = "labelled"  # a row of a prompt, a completion and whether it is good: kto
 
+
+PAIRED = (DataFormat.PREFERENCES, DataFormat.SCORED, DataFormat.LABELLED)
+"""Formats for ``preferences``, in which two documents that are compared share a row."""
 
 KEPT_WHOLE = (DataFormat.CHAT, DataFormat.COMPLETIONS)
 """Formats whose documents ``DataConfig.packing`` keeps whole in rows."""
@@ -149,8 +154,7 @@ class DataConfig:
         check_mixture(
             self.mixture, self.validation, between=self.mixture_between, best_by=self.best_by
         )
-        may_have_template = self.format == DataFormat.PREFERENCES
-        if not may_have_template and (
+        if self.format not in PAIRED and (
             (self.format == DataFormat.CHAT) != (self.chat_template is not None)
         ):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Kinds of norms, of blocks and of feed-forward layers."""
+"""Kinds of norms, of blocks, of feed-forward layers and of output heads."""
 
 import enum
 
@@ -32,6 +32,13 @@ class QkNormOver(enum.StrEnum):
     HEAD = "head"  # one head; all heads share a scale [head_dim]: Qwen3
     EACH_HEAD = "each_head"  # one head; a scale [heads, head_dim]: Cohere
     ALL_HEADS = "all_heads"  # all heads of a token; a scale [heads, head_dim]: OLMo 2
+
+
+class Head(enum.StrEnum):
+    """Outputs of a model after each token."""
+
+    LOGITS = "logits"  # one of each next token
+    SCORE = "score"  # one number, of the text so far: a reward model
 
 
 class MlpKind(enum.StrEnum):

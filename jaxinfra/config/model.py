@@ -4,12 +4,12 @@ import dataclasses
 
 from jaxinfra import axes
 from jaxinfra.config.cache import CachedArray, CacheSpec
-from jaxinfra.config.kinds import Branches, MlpKind, NormKind, NormPlacement, QkNormOver
+from jaxinfra.config.kinds import Branches, Head, MlpKind, NormKind, NormPlacement, QkNormOver
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,6 +394,7 @@ class ModelConfig:
     embedding_scale: float = 1.0  # multiplies token embeddings; Gemma: sqrt(model_dim)
     embedding_norm: NormConfig | None = None  # norm of the embeddings: BLOOM
     final_norm: NormConfig = NormConfig()  # before the logits
+    head: Head = Head.LOGITS  # what the model computes after each token: logits, or a score
     logit_scale: float = 1.0  # multiplies the final norm's output, and so logits: Cohere, Granite
     logit_bias: bool = False  # a learned number beside each token's logit: Phi, GPT-J
     logit_soft_cap: float | None = None  # cap * tanh(logit / cap): Gemma-2
@@ -425,6 +426,14 @@ class ModelConfig:
             raise ConfigError(
                 f"position_offset={self.position_offset}: rows of a learned table before the first "
                 "position's; it needs learned_positions=true and is not negative"
+            )
+
+    def require_logits(self) -> None:
+        """Raises UnsupportedError for a reward model, which has scores and no logits."""
+        if self.head is Head.SCORE:
+            raise UnsupportedError(
+                "a reward model (head=score) scores texts and has no next token; its scores are "
+                "jaxinfra.load_model(DIR)(ids)[..., 0], and `jaxinfra evaluate RUN` compares pairs"
             )
 
     @property

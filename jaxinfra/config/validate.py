@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxinfra.config.data import DataFormat
+from jaxinfra.config.data import PAIRED
 from jaxinfra.config.finetune import BaseWeights
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.model import (
     ExpertsConfig,
@@ -15,6 +16,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.precision import StoredWeights
+from jaxinfra.config.preferences import PreferenceLoss
 from jaxinfra.config.run import (
     LATENT_METHODS,
     AttentionImplementation,
@@ -115,14 +117,27 @@ def describe_warmup(asked: RunConfig, run: RunConfig) -> str:
 
 def _validate_preferences(run: RunConfig) -> None:
     preferences, data, training = run.preferences, run.data, run.training
-    if (preferences is None) != (data.format is not DataFormat.PREFERENCES):
+    wanted = None if preferences is None else preferences.data_format
+    if wanted != (data.format if data.format in PAIRED else None):
         given = "none" if preferences is None else f"loss={preferences.loss.value}"
         raise ConfigError(
             f"data format={data.format.value} with preferences {given}: pairs of answers and a "
-            "loss of pairs go together; set data.format=preferences and preferences, or neither"
+            "loss of pairs go together; set "
+            + ("preferences, or another data.format" if wanted is None else f"data.format={wanted}")
+        )
+    is_reward = preferences is not None and preferences.loss is PreferenceLoss.REWARD
+    if is_reward != (run.model.head is Head.SCORE):
+        raise ConfigError(
+            f"model head={run.model.head.value} with preferences "
+            f"{'none' if preferences is None else f'loss={preferences.loss.value}'}: a score is "
+            "trained by loss=reward, and by no other; set both, or start from a language model"
         )
     if preferences is None:
         return
+    if is_reward and run.lora is not None:
+        raise ConfigError(
+            "lora with preferences loss=reward: adapters have no head of scores; leave --lora out"
+        )
     if data.mixture:
         raise ConfigError(
             f"preferences with a mixture of {len(data.mixture)} sources: pairs are read from one "

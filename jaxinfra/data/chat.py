@@ -26,7 +26,7 @@ class EncodedChat:
     """Tokens of one document after its first token, and which of them the loss counts."""
 
     tokens: np.ndarray  # int32
-    counted: np.ndarray  # bool, of each token
+    counted: np.ndarray  # of each token: bool, or a mark that is not 0
     text: str  # of the counted tokens
     first: int  # the document's first token, before ``tokens``
 

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from jaxinfra.config.data import KEPT_WHOLE, OWN_SOURCE, STDLIB, DataConfig, DataFormat, Packing
+from jaxinfra.config.data import (
+    KEPT_WHOLE,
+    OWN_SOURCE,
+    PAIRED,
+    STDLIB,
+    DataConfig,
+    DataFormat,
+    Packing,
+)
 from jaxinfra.config.mixture import OWN
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.chat import ChatRow
@@ -76,7 +84,7 @@ class Corpora:
         """Makes the source of training batches: windows, whole rows or a mixture."""
         data = self.config
         order = {"sequence_length": training.sequence_length, "seed": training.seed}
-        if data.format is DataFormat.PREFERENCES:
+        if data.format in PAIRED:
             return pair_rows(self.sources[OWN].train, **order)
         rows_of = None
         if data.format in KEPT_WHOLE and data.packing is not Packing.WINDOWS:

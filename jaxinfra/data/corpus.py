@@ -14,7 +14,7 @@ from typing import BinaryIO, final
 import numpy as np
 import tokenizers
 
-from jaxinfra.config.data import DataConfig, DataFormat, TokenizerKind, Turns
+from jaxinfra.config.data import PAIRED, DataConfig, DataFormat, TokenizerKind, Turns
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.data.pairs import CompletionEncoder, PairEncoder
@@ -167,8 +167,8 @@ def open_corpus(
         identity.append(template.identity)
         identity += [] if config.turns is Turns.PREFIXES else [config.turns]
     encoder: RowEncoder | None = chat
-    if config.format is DataFormat.PREFERENCES:
-        encoder = PairEncoder(tokenizer, chat)
+    if config.format in PAIRED:
+        encoder = PairEncoder(tokenizer, chat, form=config.format)
     elif config.format is DataFormat.COMPLETIONS:
         encoder = CompletionEncoder(tokenizer)
     corpus = _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, encoder)

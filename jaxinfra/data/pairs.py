@@ -1,4 +1,4 @@
-"""Encoding of pairs of answers as tokens; the loss counts the answers, not the prompts."""
+"""Encoding of answers as tokens, in pairs or single; the loss counts them, not the prompts."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxinfra.config.data import DataConfig, DataFormat
+from jaxinfra.config.data import PAIRED, DataConfig, DataFormat
 from jaxinfra.data.chat import (
     ChatEncoder,
     ChatRow,
@@ -31,28 +31,69 @@ _FORMS = (
     "messages; without a prompt the answers begin alike, with it"
 )
 
+_LABELLED = (
+    'each line must be {"prompt": ..., "completion": ..., "label": true or false}, the first two '
+    "each a text or a list of messages"
+)
+
+BAD = 2
+"""Mark of the counted tokens of a bad answer; those of other answers have 1."""
+
 
 @final
 class PairEncoder:
-    """Tokenizes pairs: a prompt with a chosen and a rejected answer becomes two documents.
+    """Tokenizes answers: each row becomes two documents, which are compared.
+
+    A pair becomes a prompt with its chosen and with its rejected answer. A single, labelled answer
+    becomes the prompt with it, and the prompt with the answer of the row before. By the latter kto
+    estimates how far the model is from its reference.
 
     Args:
-        chat: encoder that renders pairs as conversations; None: an answer's text follows the
+        chat: encoder that renders answers as conversations; None: an answer's text follows the
             prompt's, and ends with the separator.
+        form: the rows' format, one of ``PAIRED``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatEncoder | None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat: ChatEncoder | None,
+        *,
+        form: DataFormat = DataFormat.PREFERENCES,
+    ):
         self._tokenizer = tokenizer
         self._chat = chat
+        self._form = form
+        self._before: Any = None  # the completion of the last row so far
         self.bos_id = tokenizer.bos_id if chat is None else chat.bos_id
 
     def encode_batch(self, documents: Sequence[Document]) -> list[list[EncodedChat]]:
-        """Returns the tokens of pairs in JSON lines, each chosen answer before its rejected one.
+        """Returns two documents for each JSON line: the chosen answer before the rejected one, or a
+        row's own answer before the other.
 
         Raises:
-            DataError: a pair is invalid; the message names it and says why.
+            DataError: a row is invalid; the message names it and says why.
         """
-        rows = [_parse(document) for document in documents]
+        if self._form is not DataFormat.LABELLED:
+            encoded = self._encoded(documents, [_parse(each) for each in documents])
+            if self._form is DataFormat.SCORED:
+                return [[_at_end(answer, self._tokenizer) for answer in pair] for pair in encoded]
+            return encoded
+        rows = [_parse_labelled(each) for each in documents]
+        others = [self._before or rows[-1]["completion"], *(row["completion"] for row in rows[:-1])]
+        self._before = rows[-1]["completion"]
+        pairs = [
+            {**row, "chosen": row["completion"], "rejected": other}
+            for row, other in zip(rows, others, strict=True)
+        ]
+        return [
+            [answer if row["label"] else _as_bad(answer), other]
+            for row, (answer, other) in zip(rows, self._encoded(documents, pairs), strict=True)
+        ]
+
+    def _encoded(
+        self, documents: Sequence[Document], rows: Sequence[Mapping[str, Any]]
+    ) -> list[list[EncodedChat]]:
         names = [document.name for document in documents]
         if self._chat is not None:
             each = [c for name, row in zip(names, rows, strict=True) for c in _talks(name, row)]
@@ -64,7 +105,8 @@ class PairEncoder:
         for name, pair in zip(names, encoded, strict=True):
             for kind, answer in zip(("chosen", "rejected"), pair, strict=True):
                 if not answer.counted.any():
-                    raise DataError(f"{name}: the {kind} answer has no token")
+                    which = f"{kind} answer" if self._form is not DataFormat.LABELLED else "answer"
+                    raise DataError(f"{name}: the {which} has no token")
         return encoded
 
     def notes(self) -> list[str]:
@@ -98,12 +140,16 @@ def prompt_of(document: Document, config: DataConfig) -> str | ChatRow:
     name = document.name
     if config.format is DataFormat.CHAT:
         row = parse_conversation(document)
-    elif config.chat_template is not None:
-        row = _talks(name, _parse(document))[0]
-    elif config.format is DataFormat.PREFERENCES:
-        return _pair_texts(name, _parse(document))[0]
-    else:
+    elif config.format not in PAIRED:
         return _completion_texts(document)[0]
+    else:
+        pair = _parse(document) if config.format is not DataFormat.LABELLED else None
+        if pair is None:
+            single = _parse_labelled(document)
+            pair = {**single, "chosen": single["completion"], "rejected": single["completion"]}
+        if config.chat_template is None:
+            return _pair_texts(name, pair)[0]
+        row = _talks(name, pair)[0]
     first = next(iter(row.counted()), len(row.messages))
     return dataclasses.replace(row, messages=row.messages[:first])
 
@@ -160,6 +206,28 @@ def _parse(document: Document) -> Mapping[str, Any]:
     if missing:
         raise DataError(f"{document.name}: no {' and no '.join(missing)}; {_FORMS}")
     return row
+
+
+def _parse_labelled(document: Document) -> Mapping[str, Any]:
+    row = parse_json(document.text, where=document.name, error=DataError, remedy=EACH_LINE)
+    missing = [field for field in ("prompt", "completion", "label") if row.get(field) is None]
+    if missing:
+        raise DataError(f"{document.name}: no {' and no '.join(missing)}; {_LABELLED}")
+    if not isinstance(row["label"], bool):
+        raise DataError(f"{document.name}: label={row['label']!r} is no true or false")
+    return row
+
+
+def _as_bad(answer: EncodedChat) -> EncodedChat:
+    return dataclasses.replace(answer, counted=np.where(answer.counted, BAD, 0).astype(np.uint8))
+
+
+def _at_end(answer: EncodedChat, tokenizer: Tokenizer) -> EncodedChat:
+    """Marks the place after a document's last token, where a reward model's score is read."""
+    tokens = np.append(answer.tokens, tokenizer.eos_id).astype(np.int32)
+    counted = np.zeros(len(tokens), bool)
+    counted[-1] = True
+    return dataclasses.replace(answer, tokens=tokens, counted=counted)
 
 
 def _talks(name: str, row: Mapping[str, Any]) -> list[ChatRow]:

@@ -8,8 +8,8 @@ A directory of token arrays holds, little-endian:
   ``tokens[offsets[i]:offsets[i + 1]]``
 - ``document_bytes.npy``: int64 ``[documents]``: UTF-8 bytes of each document's text, by which bits
   per byte are counted
-- optionally ``counted.bin``: uint8 per token, 1 where the loss counts it as a target; without it
-  all count, and so does the separator after each document
+- optionally ``counted.bin``: uint8 per token, 0 where the loss does not count it as a target, else
+  1, or 2 in a bad answer; without it all count, and so does the separator after each document
 - optionally ``first.npy``: int64 ``[documents]``, the token before each document where it is not
   ``bos_id`` for all, as chat templates may begin with different ones
 - ``meta.json``: format, version, dtype, counts, ``vocab_size``, ``bos_id``, ``eos_id``, and the
@@ -55,7 +55,7 @@ class TokenArrays:
     bos_id: int
     eos_id: int
     fingerprint: str
-    counted: np.ndarray | None = None  # uint8 per token, 1: the loss counts it; None: all
+    counted: np.ndarray | None = None  # uint8 per token, 0: the loss leaves it out; None: all
     # float32 beside tokens: log probability of each under a reference model.
     reference: np.ndarray | None = None
     first: np.ndarray | None = None  # token before each document; None: bos_id
@@ -75,7 +75,7 @@ class TokenArrays:
         """Number of tokens that the loss counts as targets, separators aside."""
         if self.counted is None:
             return self.num_tokens
-        sums = np.concatenate(([0], np.cumsum(self.counted, dtype=np.int64)))
+        sums = np.concatenate(([0], np.cumsum(self.counted != 0, dtype=np.int64)))
         return int((sums[self.starts + self.lengths] - sums[self.starts]).sum())
 
     @property

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.routing import BalanceConfig
 from jaxinfra.errors import ConfigError, nearest
@@ -20,6 +21,12 @@ class Family(NamedTuple):
     read: Callable[[Keys], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     weights: weights.WeightTable
+
+    @property
+    def classifier(self) -> str:
+        """Architecture of the same layers with a score of each text."""
+        stem = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        return f"{stem}ForSequenceClassification"
 
 
 FAMILIES = {
@@ -76,11 +83,14 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"{model_type} config: architectures={architectures!r} is no list of names"
         )
-    if architectures and family.architecture not in architectures:
+    is_scored = family.classifier in (architectures or ())
+    if architectures and family.architecture not in architectures and not is_scored:
         raise ConfigError(
             f"{model_type} config: architectures={architectures}: a language model, "
-            f"{family.architecture}, is needed"
+            f"{family.architecture}, or a reward model, {family.classifier}, is needed"
         )
+    if is_scored:
+        _require_one_label(values, f"{model_type} config")
     keys = Keys(values, what=f"{model_type} config")
     read_quantization(keys)
     try:
@@ -91,7 +101,17 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
             f"{model_type} config: its numbers do not fit together ({error}); restore it"
         ) from error
     keys.finish()
-    return config
+    return dataclasses.replace(config, head=Head.SCORE) if is_scored else config
+
+
+def _require_one_label(values: Mapping[str, Any], what: str) -> None:
+    labels = values.get("id2label")
+    num_labels = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
+    if num_labels != 1:
+        raise ConfigError(
+            f"{what}: num_labels={num_labels}: a reward model has one, the score; classes are not "
+            "supported"
+        )
 
 
 def model_type_of(values: Mapping[str, Any]) -> str:
@@ -138,6 +158,11 @@ def computed(config: ModelConfig) -> ModelConfig:
     )
 
 
+def _scored_keys(name: str) -> dict[str, Any]:
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [FAMILIES[name].classifier], **labels}
+
+
 def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[str, Any]:
     """Writes a Hugging Face ``config.json`` that reads back as exactly this model.
 
@@ -156,6 +181,7 @@ def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[
             written = {
                 "architectures": [FAMILIES[name].architecture],
                 "model_type": name,
+                **({} if wanted.head is Head.LOGITS else _scored_keys(name)),
                 # Named, because their defaults are ids of the published models.
                 **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
                 **FAMILIES[name].write(wanted),

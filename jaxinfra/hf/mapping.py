@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.config import FAMILIES
@@ -116,7 +117,10 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     """
     table = FAMILIES[model_type].weights
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
-    tensors = [tensor for each in table.outside for tensor in _resolve(each, "", "", (), flat)]
+    outside = table.outside
+    if config.head is Head.SCORE:
+        outside = tuple(_as_score(each) for each in outside)
+    tensors = [tensor for each in outside for tensor in _resolve(each, "", "", (), flat)]
     for number, (i, repetition) in enumerate(config.layer_positions):
         prefix = table.layer_prefix.format(number)
         for each in table.layer:
@@ -126,7 +130,7 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     }
     _check_complete(model_type, flat, places)
     tied = {}
-    if config.tie_embeddings:
+    if config.tie_embeddings and config.head is Head.LOGITS:
         (vocabulary,) = (t.name for t in tensors if t.parts[0].path == "embedding/table")
         (head,) = (r.name for r in table.outside if r.parts[0][0] == "unembedding/table")
         tied = {head: vocabulary}
@@ -138,6 +142,11 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
         extra=(_layer_names(table), config.num_layers) if table.extra_layers else None,
         tied=tied,
     )
+
+
+def _as_score(rule: Rule) -> Rule:
+    is_head = rule.parts[0][0] == "unembedding/table"
+    return dataclasses.replace(rule, name="score.weight") if is_head else rule
 
 
 def own_weight_map(shapes: Parameters) -> WeightMap:

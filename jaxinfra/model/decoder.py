@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
 from jaxinfra.axes import LAYERS
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.rope import RopeConfig
@@ -76,7 +77,8 @@ class Decoder(nnx.Module):
             execution=execution,
             rngs=rngs,
         )
-        tied, rows = config.tie_embeddings, config.vocab_size
+        is_scored = config.head is Head.SCORE
+        tied, rows = config.tie_embeddings and not is_scored, config.vocab_size
         self.embedding = table(num_rows=rows, rows_dim=axes.VOCAB, matmul=tied)
         self.positions = (
             table(
@@ -101,10 +103,11 @@ class Decoder(nnx.Module):
         )
         self.embedding_norm = norm(config.embedding_norm) if config.embedding_norm else None
         self.final_norm = norm(config.final_norm)
-        self.unembedding = None if tied else table(num_rows=rows, rows_dim=axes.VOCAB, matmul=True)
+        head = (1, axes.SCORE) if is_scored else (rows, axes.VOCAB)
+        self.unembedding = None if tied else table(num_rows=head[0], rows_dim=head[1], matmul=True)
         self.logit_bias = (
             nnx.Param(jnp.zeros(rows, execution.policy.param), axes=(axes.VOCAB,))
-            if config.logit_bias
+            if config.logit_bias and not is_scored
             else None
         )
 
@@ -132,6 +135,8 @@ class Decoder(nnx.Module):
         positions: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Computes the logits of each next token in the accum dtype (fp32); compiled per shape.
+
+        Those of a reward model are one number, V = 1: the score of the text up to each token.
 
         Raises ConfigError where the rows do not divide over the devices of a mesh, or are longer
         than a learned table of positions.
@@ -209,6 +214,8 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Projects hidden states to logits in the accum dtype, soft-capped if configured."""
+        if self.config.head is Head.SCORE:
+            return self.scores(hidden_BTD)[..., None]
         with jax.named_scope("logits"):
             recipe = self.execution.policy.recipe(Site.LOGITS)
             logits_BTV = self.execution.multiply(
@@ -221,6 +228,14 @@ class Decoder(nnx.Module):
             if cap is not None:
                 logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         return logits_BTV
+
+    def scores(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """Projects hidden states to a reward model's scores in the accum dtype."""
+        with jax.named_scope("scores"):
+            accum = self.execution.policy.accum
+            weight_D = self.vocabulary_table[0].astype(accum)
+            # No matmul: it would round on devices that multiply fp32 in fewer bits.
+            return jnp.sum(hidden_BTD.astype(accum) * weight_D[None, None], axis=-1)
 
     def run(
         self,

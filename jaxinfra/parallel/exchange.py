@@ -406,7 +406,11 @@ def _of_device(
 
 
 def _whole(experts: ExpertWeights, recipe: Recipe, by_width: tuple[str, ...]) -> ExpertWeights:
-    """Weights gathered along their width, in the format that gradients are summed in."""
+    """Weights gathered along their width, in the format that gradients are summed in.
+
+    They are sent in the compute dtype, which products round them to anyway. Products in 8 bits have
+    scales of what is stored, so theirs are sent as they are.
+    """
     if not by_width:
         return experts
 
@@ -416,10 +420,27 @@ def _whole(experts: ExpertWeights, recipe: Recipe, by_width: tuple[str, ...]) ->
             return weight
         if recipe.gradient is not None:
             weight = weight.astype(recipe.gradient)
-        dim = _DIMS[name].index(axes.EMBED)
-        return jax.lax.all_gather(weight, by_width, axis=dim, tiled=True)
+        sent = recipe.compute if recipe.fp8 is None else weight.dtype
+        return _gathered(weight, by_width, _DIMS[name].index(axes.EMBED), sent)
 
     return ExpertWeights(**{name: gathered(name) for name in _DIMS})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered(weight: jax.Array, by_width: tuple[str, ...], dim: int, sent: Any) -> jax.Array:
+    whole = jax.lax.all_gather(weight.astype(sent), by_width, axis=dim, tiled=True)
+    return whole.astype(weight.dtype)
+
+
+def _scattered(
+    by_width: tuple[str, ...], dim: int, sent: Any, nothing: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del sent, nothing
+    # Summed in its own format: that of the weight, not that in which the weight was sent.
+    return (jax.lax.psum_scatter(gradient, by_width, scatter_dimension=dim, tiled=True),)
+
+
+_gathered.defvjp(lambda weight, *given: (_gathered(weight, *given), None), _scattered)
 
 
 def _exchanged(

@@ -195,7 +195,8 @@ def _working_set(layer: LayerKind, layout: Layout) -> float:
             room = _room_for_rows(tokens, layout.mesh.expert, experts, layout.exchange)
             hidden += item * (room - rows) * experts.hidden_dim / tensor
             rows = room
-        routed = 2 * item * rows * layer.model_dim
+        # Results of the experts, again as the backward pass computes them, and their gradient.
+        routed = 3 * item * rows * layer.model_dim
     again = 0.0
     if layout.remat in (Remat.FULL, Remat.NAMED, Remat.MLP):
         # The layer's forward pass runs again before its backward pass.

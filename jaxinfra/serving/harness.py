@@ -49,6 +49,7 @@ def score_continuations(
         DataError: a context is empty, a continuation is longer than the model's positions, or a
             token id is outside its vocabulary.
     """
+    model.config.require_logits()
     most, vocab_size = model.config.max_positions, model.config.vocab_size
     rows = []
     for number, (context, continuation) in enumerate(pairs):

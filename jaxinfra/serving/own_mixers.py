@@ -49,6 +49,7 @@ def run(
         UnsupportedError: a sampling setting that needs an engine, or rows spread over devices.
         DataError: a prompt has no tokens, or more than the model has positions.
     """
+    model.definition.config.require_logits()
     context = model.definition.config.max_positions
     for place, request in enumerate(requests):
         _check(request, context=context, place=place)

@@ -17,6 +17,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.preferences import PreferenceLoss
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpus import open_corpus
@@ -41,8 +42,9 @@ from jaxinfra.training.step import pair_record
 class Evaluation:
     """The loss of a model on one text, with the counts for its mean and for bits per byte."""
 
-    loss: float  # nats per token; for pairs of answers, mean preference loss per pair
-    num_tokens: int  # for pairs, tokens of the chosen answers only; so is num_bytes
+    loss: float  # nats per token; for pairs or single answers, their mean preference loss
+    # For pairs, tokens of the chosen answers only; so is num_bytes. Of scores and single answers 0.
+    num_tokens: int
     num_bytes: int  # 0 where they are not known: then bits per byte are NaN
     nll: float | None = None  # for pairs only: nats per token of the chosen answers
     pairs: dict[str, float] = dataclasses.field(default_factory=dict)  # as ``pair_record``
@@ -99,9 +101,9 @@ class SetEvaluations:
         of = self.ranking
         text = f"held-out loss {of.loss:.4f}, perplexity {of.perplexity:.2f}{of.described_bits}"
         if of.pairs:
+            told = f"; of chosen answers {of.described_bits[2:]}" if of.num_bytes else ""
             text = (
-                f"held-out pairs: loss {of.loss:.4f}, {of.pairs[_ACCURACY]:.1%} in order; "
-                f"chosen answers {of.bits_per_byte:.4f} bits per byte"
+                f"held-out answers: loss {of.loss:.4f}, {of.pairs[_ACCURACY]:.1%} right{told}"
             )
         if len(self.sets) == 1:
             return text
@@ -195,11 +197,12 @@ def _evaluate_pairs(
             figures[name] += float(value)
         _ask(stop)
     record = pair_record(figures)
+    nll = record.get("preferences/chosen_nll")
     return Evaluation(
-        loss=loss / figures["pairs"],
-        num_tokens=round(figures["chosen_tokens"]),
-        num_bytes=int(arrays.document_bytes[0::2].sum()),
-        nll=record["preferences/chosen_nll"],
+        loss=loss / figures["answers" if preferences.loss == PreferenceLoss.KTO else "pairs"],
+        num_tokens=round(figures.get("chosen_tokens", 0)),
+        num_bytes=0 if nll is None else int(arrays.document_bytes[0::2].sum()),
+        nll=nll,
         pairs=record,
     )
 
@@ -338,6 +341,7 @@ def evaluate_pretrained(
         data = dataclasses.replace(data, source=source, heldout_source=source)
     placement = Placement(mesh=make_mesh(mesh, devices=jax.local_devices()))
     model = load_pretrained(directory, placement=placement, keep_packed=True)
+    model.definition.config.require_logits()
     corpus = open_corpus(
         data,
         vocab_size=model.definition.config.vocab_size,

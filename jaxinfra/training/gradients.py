@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxinfra.config.parts import find_part
-from jaxinfra.config.preferences import PreferenceConfig
+from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError
@@ -23,7 +23,7 @@ from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import sum_gradients_once
-from jaxinfra.training.preferences import count_pairs, log_probabilities, pair_sums
+from jaxinfra.training.preferences import count_pairs, pair_sums, target_values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,9 +115,7 @@ def batch_loss(
         objective, nll, figures = sums.total, sums.nll, {}
     else:
         _require_reference(preferences, batch)
-        each_BT = log_probabilities(
-            model, tree, out.x, batch.targets, sequence_shards=sequence_shards
-        )
+        each_BT = target_values(model, tree, out.x, batch.targets, sequence_shards=sequence_shards)
         with jax.named_scope("loss"):
             found = pair_sums(each_BT, batch, preferences)
         objective, nll, figures = found.loss, found.loss, found.figures
@@ -231,9 +229,12 @@ class AccumulatedGradient(GradientFunction):
         terms, per_target = count_targets(batch), None
         if self.preferences is not None:
             pairs = count_pairs(batch)
-            terms, per_target = pairs, pairs / terms
+            targets = jnp.sum((batch.weights > 0.0).astype(batch.weights.dtype))
+            terms, per_target = pairs, pairs / jnp.maximum(targets, 1.0)
         total, placement = self._accumulated, self.placement
-        if placement is not None:
+        # kto compares the rows of all devices with one another in each micro-batch.
+        is_kto = self.preferences is not None and self.preferences.loss is PreferenceLoss.KTO
+        if placement is not None and not is_kto:
             axes = placement.deferred_sum_axes(self.model, accumulation=self.training.accumulation)
             if axes:
                 total = sum_gradients_once(total, placement=placement, model=self.model, axes=axes)
@@ -356,19 +357,19 @@ def make_evaluation_step(
     return evaluation_step
 
 
-def make_log_probability_step(
+def make_target_value_step(
     model: ModelDefinition, *, sequence_shards: int = 1
 ) -> Callable[[Parameters, Batch], Float[Array, "B T"]]:
-    """Builds the step (parameters and state, batch) -> log probability of each target in nats."""
+    """Builds the step (parameters and state, batch) -> ``target_values``."""
     evaluated = model.unquantized
 
-    def log_probability_step(tree: Parameters, batch: Batch) -> Float[Array, "B T"]:
+    def target_value_step(tree: Parameters, batch: Batch) -> Float[Array, "B T"]:
         tree = only(tree, evaluated.arrays)
         hidden_BTD = evaluated.bind(tree).hidden(
             batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions
         )
-        return log_probabilities(
+        return target_values(
             evaluated, tree, hidden_BTD, batch.targets, sequence_shards=sequence_shards
         )
 
-    return log_probability_step
+    return target_value_step

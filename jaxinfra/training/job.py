@@ -35,7 +35,7 @@ from jaxinfra.training.gradients import (
     AccumulatedGradient,
     GradientFunction,
     make_evaluation_step,
-    make_log_probability_step,
+    make_target_value_step,
 )
 from jaxinfra.training.optim.learning_rate import learning_rate
 from jaxinfra.training.optim.optimizer import make_optimizer, trained_by
@@ -135,7 +135,7 @@ class Job:
     statistics_step: Wrapped | None  # ``train_step`` with statistics; None: the run has none
     evaluation_step: Wrapped  # (parameters and state, batch) -> (nll, targets), jitted
     # (parameters and state, batch) -> log probabilities of targets [B, T], replicated; jitted.
-    log_probability_step: Wrapped
+    target_value_step: Wrapped
     choice: Choice | KeptChoice | None = None  # remat choice, if the config has auto or optimal
     gathers: GatherChoice | None = None  # whether gathered weights are kept, if that was auto
 
@@ -185,7 +185,7 @@ class Job:
             train_step=WithFrozenInputs(self.train_step, frozen),
             statistics_step=self.statistics_step and WithFrozenInputs(self.statistics_step, frozen),
             evaluation_step=WithFrozenInputs(self.evaluation_step, frozen),
-            log_probability_step=WithFrozenInputs(self.log_probability_step, frozen),
+            target_value_step=WithFrozenInputs(self.target_value_step, frozen),
         )
 
     def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
@@ -358,7 +358,7 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
         )
 
     shards = placement.sequence_shards
-    log_probability_step = functools.partial(make_log_probability_step, sequence_shards=shards)
+    target_value_step = functools.partial(make_target_value_step, sequence_shards=shards)
     return Job(
         config=config,
         options=options,
@@ -372,7 +372,7 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
         train_step=trained(train_step),
         statistics_step=trained(statistics_step) if config.statistics.every is not None else None,
         evaluation_step=evaluated(make_evaluation_step),
-        log_probability_step=evaluated(log_probability_step, out_shardings=whole),
+        target_value_step=evaluated(target_value_step, out_shardings=whole),
     )
 
 

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, a chosen and a rejected one, with or without a reference model.
+"""Losses of answers, a chosen and a rejected one or single ones, with or without a reference model.
 
 Dims: B row of the batch, T position, P pair of a row, S segment of a row (two of each pair).
 """
@@ -7,10 +7,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
 from jaxinfra.data.batch import Batch
+from jaxinfra.data.pairs import BAD
 from jaxinfra.data.whole_rows import MOST_PAIRS
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
@@ -64,6 +66,7 @@ def preference_loss(
     - cpo: -log sigma(b c - b r) (Xu et al. 2024, equation 6)
     - orpo: -b log sigma(log odds(c) - log odds(r)), odds(x) = p / (1 - p), p = exp(x / |x|) (Hong
       et al. 2024, equations 4 and 7)
+    - reward: -log sigma(c - r), of a reward model's scores c and r (Ouyang et al. 2022, equation 1)
 
     ``likelihood`` is the weight of an added -c / |c|; by default 1 for orpo and cpo, 0 for others.
     With ``label_smoothing`` e, -log sigma(x) becomes -(1 - e) log sigma(x) - e log sigma(-x).
@@ -71,14 +74,15 @@ def preference_loss(
     An answer's reward is its term in the difference, such as b (c - c') for dpo and ipo.
 
     Args:
-        chosen, rejected: log probabilities of the answers, summed over their tokens, in nats.
+        chosen, rejected: log probabilities of the answers, summed over their tokens, in nats; for
+            reward their scores.
         config: kind of the loss and its coefficients.
         chosen_tokens, rejected_tokens: number of tokens in each answer, at least 1.
         chosen_reference, rejected_reference: the summed log probabilities under the model that the
             run started from; dpo and ipo need them.
 
     Raises:
-        ConfigError: dpo or ipo without the sums of a reference.
+        ConfigError: dpo or ipo without the sums of a reference; kto, which is of single answers.
 
     Examples:
         >>> pair = jaxinfra.preference_loss(
@@ -117,8 +121,10 @@ def _term(
             return answer / tokens
         case PreferenceLoss.ORPO:
             return _log_odds(answer / tokens)
-        case PreferenceLoss.CPO:
+        case PreferenceLoss.CPO | PreferenceLoss.REWARD:
             return answer
+        case PreferenceLoss.KTO:
+            raise ConfigError("preferences loss=kto is of single answers, not of pairs")
 
 
 def _compared(
@@ -138,6 +144,48 @@ def _compared(
     return each
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerLoss:
+    """Losses and rewards of single answers: fp32, one number for each, and what they compare."""
+
+    loss: Float[Array, "*answers"]  # what is minimized
+    reward: Float[Array, "*answers"]  # beta times the log ratio to the reference
+    divergence: Float[Array, ""]  # z of ``kto_loss``, in nats
+
+
+def kto_loss(
+    answers: Float[Array, "*answers"],
+    others: Float[Array, "*answers"],
+    config: PreferenceConfig,
+    *,
+    is_good: Bool[Array, "*answers"],
+    is_there: Bool[Array, "*answers"],
+) -> AnswerLoss:
+    """Computes kto's loss of each answer (Ethayarajh et al. 2024, equation 8).
+
+    a is an answer's log ratio to the reference. z = max(0, mean of the others' log ratios) has no
+    gradient. sigma is the logistic function, b is beta.
+
+    - a good answer: ``desirable_weight`` (1 - sigma(b (a - z)))
+    - a bad answer: ``undesirable_weight`` (1 - sigma(b (z - a)))
+
+    Args:
+        answers: log probability of each answer minus that under the reference, in nats.
+        others: the same of another row's answer after each prompt.
+        is_good: which answers are good.
+        is_there: which entries hold an answer; the mean is over these.
+    """
+    held = jax.lax.stop_gradient(others)
+    count = jnp.maximum(jnp.sum(is_there.astype(held.dtype)), 1.0)
+    z = jnp.maximum(jnp.sum(jnp.where(is_there, held, 0.0)) / count, 0.0)
+    beta = config.strength
+    # 1 - sigma(x) = sigma(-x).
+    good = config.desirable_weight * jax.nn.sigmoid(-beta * (answers - z))
+    bad = config.undesirable_weight * jax.nn.sigmoid(-beta * (z - answers))
+    return AnswerLoss(loss=jnp.where(is_good, good, bad), reward=beta * answers, divergence=z)
+
+
 def _log_odds(mean: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:
     """log(p / (1 - p)) of p = exp(mean), without the cancellation of 1 - p."""
     mean = jnp.minimum(mean, _SUREST)
@@ -147,7 +195,9 @@ def _log_odds(mean: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PairSums:
-    """The loss and the logged figures of preference training, summed over the pairs of a batch."""
+    """The loss and the logged figures of preference training, summed over the pairs of a batch, or
+    over its single answers.
+    """
 
     loss: Float[Array, ""]
     figures: dict[str, Float[Array, ""]]  # sums that are logged, such as rewards
@@ -156,13 +206,14 @@ class PairSums:
 def pair_sums(
     each_BT: Float[Array, "B T"], batch: Batch[jax.Array], config: PreferenceConfig
 ) -> PairSums:
-    """Computes the losses of a batch's pairs from the log probabilities of its targets.
+    """Computes the losses of a batch's pairs or answers from the log probabilities of its targets.
 
     Args:
+        each_BT: log probability of each target in nats; for reward, the score of the text before.
         batch: rows as ``data/whole_rows.py`` makes them; the counted tokens of a segment are its
             answer.
     """
-    counted_BTS = _in_segment(batch) * batch.weights[..., None]
+    counted_BTS = _counted(batch)
 
     def of_pairs(x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         # No matmul: it would round on devices that multiply fp32 in fewer bits.
@@ -173,6 +224,11 @@ def pair_sums(
     there_BP = (tokens[0] > 0.0).astype(each_BT.dtype)
     chosen, rejected = of_pairs(each_BT)
     reference = (None, None) if batch.reference is None else of_pairs(batch.reference)
+    if config.loss == PreferenceLoss.KTO:
+        assert reference[0] is not None, "_require_reference"
+        marks_BP = jnp.max(_in_segment(batch) * batch.weights[..., None], axis=1)[:, 0::2]
+        ratios = chosen - reference[0], rejected - reference[1]
+        return _answer_sums(*ratios, config, is_there=there_BP > 0.0, is_good=marks_BP < BAD)
     found = preference_loss(
         chosen,
         rejected,
@@ -187,25 +243,57 @@ def pair_sums(
     def total(x_BP: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(there_BP > 0.0, x_BP, 0.0))
 
+    figures = {
+        "pairs": jnp.sum(there_BP),
+        "accuracy": total(in_order_BP),
+        "margin": total(found.chosen_reward - found.rejected_reward),
+        "chosen_reward": total(found.chosen_reward),
+        "rejected_reward": total(found.rejected_reward),
+    }
+    if config.loss != PreferenceLoss.REWARD:
+        figures |= {"chosen_nll": -total(chosen), "chosen_tokens": jnp.sum(tokens[0])}
+    return PairSums(loss=total(found.loss), figures=figures)
+
+
+def _answer_sums(
+    answers_BP: jax.Array,
+    others_BP: jax.Array,
+    config: PreferenceConfig,
+    *,
+    is_there: jax.Array,
+    is_good: jax.Array,
+) -> PairSums:
+    found = kto_loss(answers_BP, others_BP, config, is_good=is_good, is_there=is_there)
+
+    def total(x_BP: jax.Array, where: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(where, x_BP, 0.0))
+
+    good, bad = is_there & is_good, is_there & ~is_good
+    ones_BP = jnp.ones_like(answers_BP)
+    is_right = (answers_BP > found.divergence) == is_good
     return PairSums(
-        loss=total(found.loss),
+        loss=total(found.loss, is_there),
         figures={
-            "pairs": jnp.sum(there_BP),
-            "accuracy": total(in_order_BP),
-            "margin": total(found.chosen_reward - found.rejected_reward),
-            "chosen_reward": total(found.chosen_reward),
-            "rejected_reward": total(found.rejected_reward),
-            "chosen_nll": -total(chosen),
-            "chosen_tokens": jnp.sum(tokens[0]),
+            "answers": total(ones_BP, is_there),
+            "good": total(ones_BP, good),
+            "accuracy": total(is_right.astype(ones_BP.dtype), is_there),
+            "good_reward": total(found.reward, good),
+            "bad_reward": total(found.reward, bad),
+            "divergence": found.divergence * total(ones_BP, is_there),
         },
     )
 
 
 def count_pairs(batch: Batch[jax.Array]) -> Float[Array, ""]:
-    """Counts the pairs of answers in a batch, at least 1."""
-    counted_BTS = _in_segment(batch) * batch.weights[..., None]
-    there_BP = jnp.max(counted_BTS, axis=1)[:, 0::2] > 0.0
-    return jnp.maximum(jnp.sum(there_BP.astype(batch.weights.dtype)), 1.0)
+    """Counts the pairs of answers, or the single answers, in a batch; at least 1."""
+    there_BP = jnp.max(_counted(batch), axis=1)[:, 0::2]
+    return jnp.maximum(jnp.sum(there_BP), 1.0)
+
+
+def _counted(batch: Batch[jax.Array]) -> Float[Array, "B T S"]:
+    """1 where a target counts, and is of a segment; whatever its mark."""
+    is_counted_BT1 = (batch.weights > 0.0)[..., None].astype(batch.weights.dtype)
+    return _in_segment(batch) * is_counted_BT1
 
 
 def _in_segment(batch: Batch[jax.Array]) -> Float[Array, "B T S"]:
@@ -215,7 +303,7 @@ def _in_segment(batch: Batch[jax.Array]) -> Float[Array, "B T S"]:
     return same.astype(batch.weights.dtype)
 
 
-def log_probabilities(
+def target_values(
     model: ModelDefinition,
     tree: Parameters,
     hidden_BTD: Float[Array, "B T D"],
@@ -223,11 +311,25 @@ def log_probabilities(
     *,
     sequence_shards: int = 1,
 ) -> Float[Array, "B T"]:
-    """Computes the log probability of each target in nats, fp32.
+    """Computes what preference losses read: the log probability of each target in nats, or a reward
+    model's score of the text before it; fp32.
 
     Logits are computed for a chunk of positions at a time and recomputed in the backward pass. If
     sequences are sharded over devices, there is one chunk of all positions.
     """
+    if model.config.head is Head.SCORE:
+        return model.bind(tree).scores(hidden_BTD)
+    return _log_probabilities(model, tree, hidden_BTD, targets_BT, sequence_shards=sequence_shards)
+
+
+def _log_probabilities(
+    model: ModelDefinition,
+    tree: Parameters,
+    hidden_BTD: Float[Array, "B T D"],
+    targets_BT: Int[Array, "B T"],
+    *,
+    sequence_shards: int,
+) -> Float[Array, "B T"]:
     decoder = model.bind(tree)
 
     def some(hidden_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:

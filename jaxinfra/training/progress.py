@@ -119,8 +119,8 @@ def status_cells(
     ]
     if record["loss_scale"] != 1.0:
         cells.append(("loss scale", f"{record['loss_scale']:g}"))
-    if "preferences/accuracy" in record:  # of pairs whose chosen answer has the larger reward
-        cells.append(("in order", f"{record['preferences/accuracy']:.0%}"))
+    if "preferences/accuracy" in record:  # of pairs in order, or of answers rewarded as they are
+        cells.append(("right", f"{record['preferences/accuracy']:.0%}"))
     if record["skipped"]:
         cells.append(("skipped", str(record["skipped"])))
     if left_out:  # choices of experts, dropped or without room in the exchange

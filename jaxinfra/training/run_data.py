@@ -48,7 +48,7 @@ def pair_rows(
         batch = piece_rows(arrays, some, num_rows=size, sequence_length=length)
         mine = slice(part * size // parts, (part + 1) * size // parts)
         local = jax.tree.map(lambda x, mine=mine: x[mine], batch)
-        each = np.asarray(job.log_probability_step(tree, job.put(local)))
+        each = np.asarray(job.target_value_step(tree, job.put(local)))
         yield batch, from_zigzag(each, job.config.mesh.sequence_shards), some
 
 

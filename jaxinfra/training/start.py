@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfra.checkpoint import directory_layout, metadata, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer, Restored
-from jaxinfra.checkpoint.initial import kept_files, place_initial
+from jaxinfra.checkpoint.initial import initial_head, kept_files, place_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
+from jaxinfra.config.finetune import InitConfig
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, JaxinfraError
-from jaxinfra.model.definition import define_model
+from jaxinfra.model.definition import Parameters, define_model, merged, without
 from jaxinfra.runtime.files import require_type
 from jaxinfra.training.job import Job
 from jaxinfra.training.own_data import Batches, OwnBatches, OwnData, Texts
@@ -45,18 +48,40 @@ def first_state(job: Job) -> State:
     """Makes the training state of step 0; a collective.
 
     If the run starts from another model, that model's parameters and model state are read. LoRA
-    adapters are always initialized.
+    adapters are always initialized. The head of a reward model that starts from a language model is
+    zero, so all first scores are.
     """
     init, model = job.config.init, job.model
     if init is None:
         return job.initialize()
     if job.config.lora is None:
-        return job.start_from(place_initial(init, model, job.shardings.tree))
+        return job.start_from(_initial_tree(job, init))
     state = job.initialize()
     if not model.state_shapes:
         return state
     model_state = place_initial(init, model, job.shardings.model_state)
     return dataclasses.replace(state, model_state=model_state)
+
+
+def _initial_tree(job: Job, init: InitConfig) -> Parameters:
+    shardings, wanted = job.shardings.tree, job.model.config.head
+    if initial_head(init) is wanted:
+        return place_initial(init, job.model, shardings)
+    head = {_HEAD: shardings[_HEAD]}
+    read = define_model(
+        dataclasses.replace(job.model.config, head=Head.LOGITS), job.model.execution
+    )
+    tree = place_initial(init, read, without(shardings, head))
+    zeros = jax.jit(
+        lambda: jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), job.model.shapes[_HEAD]
+        ),
+        out_shardings=head[_HEAD],
+    )
+    return merged(tree, {_HEAD: zeros()})
+
+
+_HEAD = "unembedding"
 
 
 def kept_from_start(config: RunConfig) -> dict[str, bytes]:

@@ -251,15 +251,23 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
 
 
 def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Converts the summed figures of preference training to means over pairs; ``chosen_nll``
-    becomes a mean over tokens.
+    """Converts the summed figures of preference training to means: over pairs or answers, over
+    good and bad answers, and over the tokens of chosen ones.
     """
     if not figures:
         return {}
     sums = {name: float(value) for name, value in figures.items()}
-    pairs, tokens = max(sums.pop("pairs"), 1.0), max(sums.pop("chosen_tokens"), 1.0)
-    record = {"preferences/chosen_nll": sums.pop("chosen_nll") / tokens}
-    return {f"preferences/{name}": value / pairs for name, value in sums.items()} | record
+    means: dict[str, float] = {}
+    if "chosen_nll" in sums:
+        means["chosen_nll"] = sums.pop("chosen_nll") / max(sums.pop("chosen_tokens"), 1.0)
+    if "answers" in sums:
+        count, good = sums.pop("answers"), sums.pop("good")
+        means["good_reward"] = sums.pop("good_reward") / max(good, 1.0)
+        means["bad_reward"] = sums.pop("bad_reward") / max(count - good, 1.0)
+    else:
+        count = sums.pop("pairs")
+    means |= {name: value / max(count, 1.0) for name, value in sums.items()}
+    return {f"preferences/{name}": value for name, value in means.items()}
 
 
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:

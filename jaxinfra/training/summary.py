@@ -12,6 +12,8 @@ from jaxinfra.checkpoint import directory_layout, metadata, processes
 from jaxinfra.checkpoint.checkpointer import require_finite_parameters
 from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config.data import DataFormat
+from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.baseline import compressed_bits_per_byte
 from jaxinfra.data.corpora import schedule_of
@@ -90,9 +92,11 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def loss_unit(records: Sequence[dict[str, Any]]) -> str:
-    """Names the unit of a run's loss: nats per token, or loss per pair of answers."""
-    of_pairs = any(name.startswith("preferences/") for record in records for name in record)
-    return "per pair" if of_pairs else "nats per token"
+    """Names the unit of a run's loss: nats per token, or loss per pair of answers or answer."""
+    names = {name for record in records for name in record if name.startswith("preferences/")}
+    if "preferences/good_reward" in names:
+        return "per answer"
+    return "per pair" if names else "nats per token"
 
 
 def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -267,7 +271,7 @@ def summarize(
     return finite(
         {
             "final_loss": last["loss"],
-            **_heldout(corpora, log, step=steps),
+            **_heldout(corpora, log, step=steps, preferences=job.config.preferences),
             "tokens_per_s": clock.tokens_per_s(step_s),
             "mfu": clock.mfu(step_s),
             "steps": steps,
@@ -283,7 +287,9 @@ def summarize(
     )
 
 
-def _heldout(corpora: Texts, log: MetricsLog, *, step: int) -> dict[str, Any]:
+def _heldout(
+    corpora: Texts, log: MetricsLog, *, step: int, preferences: PreferenceConfig | None
+) -> dict[str, Any]:
     """Figures of the held-out sets, together and each; none if nothing is held out."""
     if not corpora.heldout:
         return {}
@@ -299,15 +305,17 @@ def _heldout(corpora: Texts, log: MetricsLog, *, step: int) -> dict[str, Any]:
             losses = {name: heldout.get(f"heldout/{name}/loss") for name in corpora.heldout}
             several["heldout_sets"] = {name: {"loss": each} for name, each in losses.items()}
         return several
+    several |= {
+        name: value for name, value in heldout.items() if name.startswith("heldout_preferences/")
+    }
+    if preferences is not None and preferences.data_format is not DataFormat.PREFERENCES:
+        return several  # scores and single answers say nothing of bytes
     baseline = compressed_bits_per_byte(corpora.ranking_documents())
     several |= {
         "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
         "heldout_bytes": sum(corpora.heldout[name].num_bytes for name in corpora.ranking),
         "gzip_bits_per_byte": baseline.gzip_each,
         "xz_bits_per_byte": baseline.xz_all,
-    }
-    several |= {
-        name: value for name, value in heldout.items() if name.startswith("heldout_preferences/")
     }
     if len(corpora.heldout) > 1:
         several["heldout_sets"] = {

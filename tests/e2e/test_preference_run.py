@@ -50,7 +50,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(bench, capsys, lora):
 
     ended = bench.run([*new("whole"), "--no-sample"])
     assert (ended.code, ended.stderr) == (0, ""), ended
-    assert "in order" in ended.stdout
+    assert "% right" in ended.stdout
     killed = bench.run([*new("killed"), "--no-sample"], before=killed_at_the_second_save)
     assert killed.code == -signal.SIGKILL, killed
     assert checkpoints(bench / "killed") == [4]

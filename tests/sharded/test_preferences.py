@@ -40,7 +40,10 @@ SETTINGS = {
     "data.heldout_fraction": 0.2,
     "data.tokenizer.kind": "bytes",
 }
-PAIRS = {"data.format": "preferences"}
+FORMS = {
+    "kto": {"data.format": "labelled"},
+    "reward": {"data.format": "scored", "model.head": "score"},
+}
 
 
 def config_of(settings) -> jaxinfra.RunConfig:
@@ -63,6 +66,12 @@ def place(tmp_path_factory):
         vague = ["some", "many of them", "a few"][number % 3]
         rows.append({"prompt": f"{number}: ", "chosen": f"{number} apples", "rejected": vague})
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for row in rows
+        for side in ("chosen", "rejected")
+    ]
+    (place / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     config = config_of({**SETTINGS, "data.source": place / "text"})
     jaxinfra.train(config, place / "run", cache_dir=place / "cache")
     return place
@@ -72,8 +81,8 @@ def steps_of(place, *, loss: str, **settings) -> jaxinfra.Steps:
     config = config_of(
         {
             **SETTINGS,
-            **PAIRS,
-            "data.source": place / "pairs.jsonl",
+            **FORMS.get(loss, {"data.format": "preferences"}),
+            "data.source": place / ("answers.jsonl" if loss == "kto" else "pairs.jsonl"),
             "preferences": json.dumps({"loss": loss}),
         }
     )
@@ -160,7 +169,7 @@ def curve(steps: jaxinfra.Steps, place) -> list[tuple[float, float, float]]:
             (
                 float(metrics.loss),
                 float(metrics.gradient_norm),
-                float(figures["margin"]) / float(figures["pairs"]),
+                float(figures["margin"] if "margin" in figures else figures["divergence"]),
             )
         )
         if len(found) == 3:
@@ -178,6 +187,21 @@ def test_meshes_agree(place, on_one, mesh):
         assert found[2][0] < found[0][0]
         return
     np.testing.assert_allclose(found, on_one, rtol=5e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["kto", "reward"])
+def test_scores_and_single_answers_agree_over_devices(place, loss):
+    """kto compares all rows of a micro-batch, whichever device they are on."""
+    mesh = {"mesh.replica": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    one, many = (
+        curve(steps_of(place, loss=loss, **settings, **{"training.accumulation": 2}), place)
+        for settings in ({}, mesh)
+    )
+    np.testing.assert_allclose(many, one, rtol=5e-4, atol=2e-5)
+    # At first the model is its own reference, and all scores are 0.
+    assert one[0][0] == pytest.approx(0.5 if loss == "kto" else np.log(2.0), rel=1e-5)
+    assert one[2][0] < one[0][0]
 
 
 def test_rows_are_the_same_for_any_number_of_processes():

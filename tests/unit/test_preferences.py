@@ -326,7 +326,7 @@ def test_settings_on_the_command_line():
         ("dpo,beta=x", "'x' is a str, expected float"),
         ("dpo,beta=-1", "beta=-1.0 must be 0 or more"),
         ("dpo,margin=1", "only simpo has one"),
-        ("ipo,label_smoothing=0.1", "defined for dpo, cpo and simpo"),
+        ("ipo,label_smoothing=0.1", "defined for dpo, cpo, simpo and reward"),
         ("dpo,label_smoothing=0.5", "below 0.5"),
     ):
         with pytest.raises(ConfigError, match=what):

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, TokenizerKind
 from jaxinfra.config.finetune import InitConfig, LoraConfig
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
-from jaxinfra.config.preferences import PreferenceConfig
+from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
 from jaxinfra.config.presets import mixtures, models
 from jaxinfra.config.run import CheckpointConfig, Remat, RunConfig, TrainingConfig
 
@@ -93,13 +94,16 @@ def finetuning(
     Args:
         init: the start model; its tokenizer is used and, with ``chat``, its chat template.
         chat: the data are conversations; with preferences, their answers are rendered as messages.
-        preferences: loss settings if the data are pairs of answers.
+        preferences: loss settings if the data are pairs of answers. With loss=reward the model has
+            a score in place of its logits.
     """
     rates = (1e-5, 2e-4) if preferences is None else (1e-6, 1e-5)
     rate = rates[0] if lora is None else rates[1]
     data_format = DataFormat.CHAT if chat else DataFormat.TEXT
     if preferences is not None:
-        data_format = DataFormat.PREFERENCES
+        data_format = preferences.data_format
+        if preferences.loss == PreferenceLoss.REWARD:
+            model = dataclasses.replace(model, head=Head.SCORE)
     return RunConfig(
         model=model,
         data=DataConfig(

@@ -182,6 +182,7 @@ class Engine:
     ):
         options = options or EngineOptions()
         self.adapters = tuple(adapters)
+        model.config.require_logits()
         self.vocab_size = model.config.vocab_size
         self.num_ids = self.vocab_size if num_ids is None else num_ids
         if not 1 <= self.num_ids <= self.vocab_size:

@@ -11,7 +11,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from jaxinfra.axes import EXPERTS, HEAD, LAYERS, POSITION, VOCAB, Dims
+from jaxinfra.axes import EXPERTS, HEAD, LAYERS, POSITION, SCORE, VOCAB, Dims
 from jaxinfra.config.optimizer import MuonConfig
 
 # Of AdamW's usual update, whose elements are nearly +-1 only where gradients agree from step to
@@ -52,7 +52,7 @@ def is_hidden_matrix(dims: Dims) -> bool:
     """Whether a parameter is a matrix between two widths of the model. Embedding tables are not:
     one of their sides is the vocabulary or the positions.
     """
-    return len(matrix_sides(dims)) == 2 and not {VOCAB, POSITION} & set(dims)
+    return len(matrix_sides(dims)) == 2 and not {VOCAB, POSITION, SCORE} & set(dims)
 
 
 def orthogonalized(config: MuonConfig, dims: Any) -> optax.GradientTransformation:
