@@ -32,10 +32,9 @@ from jaxinfra.runtime.compile_cache import keep_compiled_programs
 from jaxinfra.training.gradients import make_evaluation_step
 from jaxinfra.training.job import Job, make_job
 from jaxinfra.training.own_data import OwnTexts, Texts
-from jaxinfra.training.preferences import pair_sums
+from jaxinfra.training.preferences import pair_record, pair_sums
 from jaxinfra.training.run_data import open_data, pair_rows
 from jaxinfra.training.start import first_state, with_frozen
-from jaxinfra.training.step import pair_record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,8 @@ Dims: B row of the batch, T position, P pair of a row, S segment of a row (two o
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -282,6 +284,26 @@ def _answer_sums(
             "divergence": found.divergence * total(ones_BP, is_there),
         },
     )
+
+
+def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Converts the summed figures of preference training to means: over pairs or answers, over
+    good and bad answers, and over the tokens of chosen ones.
+    """
+    if not figures:
+        return {}
+    sums = {name: float(value) for name, value in figures.items()}
+    means: dict[str, float] = {}
+    if "chosen_nll" in sums:
+        means["chosen_nll"] = sums.pop("chosen_nll") / max(sums.pop("chosen_tokens"), 1.0)
+    if "answers" in sums:
+        count, good = sums.pop("answers"), sums.pop("good")
+        means["good_reward"] = sums.pop("good_reward") / max(good, 1.0)
+        means["bad_reward"] = sums.pop("bad_reward") / max(count - good, 1.0)
+    else:
+        count = sums.pop("pairs")
+    means |= {name: value / max(count, 1.0) for name, value in sums.items()}
+    return {f"preferences/{name}": value for name, value in means.items()}
 
 
 def count_pairs(batch: Batch[jax.Array]) -> Float[Array, ""]:

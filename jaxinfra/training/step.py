@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxinfra.model.passes import STATISTICS, Sums
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.numerics.storage import EXACT, after_update
 from jaxinfra.training.gradients import GradientFunction
+from jaxinfra.training.preferences import pair_record
 from jaxinfra.training.state import State, TrainState
 from jaxinfra.training.statistics import (
     StatisticsTable,
@@ -248,26 +249,6 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
     if metrics.statistics:
         record["statistics"] = statistics_record(metrics.sums, metrics.statistics)
     return record
-
-
-def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Converts the summed figures of preference training to means: over pairs or answers, over
-    good and bad answers, and over the tokens of chosen ones.
-    """
-    if not figures:
-        return {}
-    sums = {name: float(value) for name, value in figures.items()}
-    means: dict[str, float] = {}
-    if "chosen_nll" in sums:
-        means["chosen_nll"] = sums.pop("chosen_nll") / max(sums.pop("chosen_tokens"), 1.0)
-    if "answers" in sums:
-        count, good = sums.pop("answers"), sums.pop("good")
-        means["good_reward"] = sums.pop("good_reward") / max(good, 1.0)
-        means["bad_reward"] = sums.pop("bad_reward") / max(count - good, 1.0)
-    else:
-        count = sums.pop("pairs")
-    means |= {name: value / max(count, 1.0) for name, value in sums.items()}
-    return {f"preferences/{name}": value for name, value in means.items()}
 
 
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:
