@@ -90,7 +90,7 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
             f"{family.architecture}, or a reward model, {family.classifier}, is needed"
         )
     if is_scored:
-        _require_one_label(values, f"{model_type} config")
+        _require_one_label(values, model_type)
     keys = Keys(values, what=f"{model_type} config")
     read_quantization(keys)
     try:
@@ -104,13 +104,13 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
     return dataclasses.replace(config, head=Head.SCORE) if is_scored else config
 
 
-def _require_one_label(values: Mapping[str, Any], what: str) -> None:
+def _require_one_label(values: Mapping[str, Any], model_type: str) -> None:
     labels = values.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
     if num_labels != 1:
         raise ConfigError(
-            f"{what}: num_labels={num_labels}: a reward model has one, the score; classes are not "
-            "supported"
+            f"{model_type} config: num_labels={num_labels}: a language model, "
+            f"{FAMILIES[model_type].architecture}, or a reward model of one label is needed"
         )
 
 

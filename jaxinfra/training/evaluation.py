@@ -101,9 +101,7 @@ class SetEvaluations:
         text = f"held-out loss {of.loss:.4f}, perplexity {of.perplexity:.2f}{of.described_bits}"
         if of.pairs:
             told = f"; of chosen answers {of.described_bits[2:]}" if of.num_bytes else ""
-            text = (
-                f"held-out answers: loss {of.loss:.4f}, {of.pairs[_ACCURACY]:.1%} right{told}"
-            )
+            text = f"held-out answers: loss {of.loss:.4f}, {of.pairs[_ACCURACY]:.1%} right{told}"
         if len(self.sets) == 1:
             return text
         each = (
