@@ -189,7 +189,7 @@ def test_a_reward_model_is_a_sequence_classifier_of_one_label(rewarding):
     names = weight_map("llama", rewarding.config, rewarding.arrays).tensors
     assert names["score.weight"].shape == (1, rewarding.config.model_dim)
     assert "lm_head.weight" not in names
-    with pytest.raises(ConfigError, match="num_labels=2: .*of one label is needed"):
+    with pytest.raises(ConfigError, match=r"num_labels=2: .*of one label is needed"):
         from_hf_config({**values, "id2label": {"0": "no", "1": "yes"}})
 
 
