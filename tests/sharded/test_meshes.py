@@ -123,9 +123,10 @@ def test_replicas_shards_and_stage_2_equal_one_device():
     assert_as_one_device(result, "untied", what="on three axes")
 
 
+@pytest.mark.slow  # `test_repeated_heads.py` has a mesh of kept weights
 @pytest.mark.parametrize(
     ("case", "mesh"),
-    [("tied", "fsdp2-tensor4"), pytest.param("untied", "fsdp8", marks=pytest.mark.slow)],
+    [("tied", "fsdp2-tensor4"), ("untied", "fsdp8")],
 )
 def test_kept_weights_change_nothing(case, mesh):
     how = {"sharding": ShardingConfig(keep_gathered=True), "remat": Remat.DOTS}

@@ -69,19 +69,22 @@ CASES = {
     "two-context2-tensor4-ring": (2, MeshConfig(context=2, tensor=4), RING),
     "one-context2-tensor4-gather": (1, MeshConfig(context=2, tensor=4), GATHER),
 }
+QUICK = "two-fsdp2-tensor4-kept"  # kept weights, which `test_meshes.py` then has as slow ones
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=() if c == "two-tensor8" else pytest.mark.slow) for c in CASES],
+    [pytest.param(c, marks=() if c == QUICK else pytest.mark.slow) for c in CASES],
 )
 def test_mesh_equals_one_device(case):
     num_kv_heads, mesh, how = CASES[case]
     assert_within_rounding(run(num_kv_heads, mesh, **how), exact(num_kv_heads), what=case)
-    if case == "two-tensor8":
-        built = build(model(num_kv_heads), mesh=mesh)
-        weight = built.placement.parameters(built.model)["blocks"][0]["attention"]["key"]["weight"]
-        assert weight.is_fully_replicated, "kept as in a checkpoint, not as repeated"
+
+
+def test_heads_are_kept_as_in_a_checkpoint_and_not_as_repeated():
+    built = build(model(2), mesh=MeshConfig(tensor=8))
+    weight = built.placement.parameters(built.model)["blocks"][0]["attention"]["key"]["weight"]
+    assert weight.is_fully_replicated
 
 
 @pytest.mark.slow
