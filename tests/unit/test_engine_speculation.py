@@ -82,7 +82,7 @@ def test_a_draft_of_another_vocabulary_is_refused():
 
 
 FAMILIES = sorted(each.parent.name for each in GOLDEN.glob("*/config.json"))
-OFTEN = {("phi3_longrope", "model"), ("mistral", "lookup")}
+OFTEN = {("phi3_longrope", "model")}
 SIZES = [(4,), (8,), (4, 16), (2, 8)]  # sizes of chunks
 
 
