@@ -16,7 +16,7 @@ import fast_compiling
 import matplotlib.image
 import pytest
 from e2e.faults import signal_at, terminal
-from e2e.runs import STEPS, checkpoints, make_text, metrics, without_times
+from e2e.runs import STEPS, make_text, metrics, without_times
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 ROOT = Path(__file__).parents[2]
@@ -123,17 +123,6 @@ def events(directory: Path) -> list[Event]:
             found.append(Event.FromString(data[at + 12 : at + 12 + length]))
             at += length + 16
     return found
-
-
-@pytest.mark.slow
-def test_newest_and_best_checkpoints_are_kept(bench):
-    """Stopped at 18: the newest is 18, the best of those evaluated is 16; 4, 8 and 12 are gone."""
-    fault = signal_at("jaxinfra.training.metrics:MetricsLog.write", 15, call=20)  # of step 18
-    arguments = bench.new("run", checkpoint__keep_last=1)
-    assert bench.run(arguments, before=fault).code == 75
-    newest = metrics(bench / "run")[-1]["step"]
-    assert newest in (18, 19)
-    assert checkpoints(bench / "run") == [16, newest]
 
 
 def test_a_complete_run_resumes_to_nothing(bench, whole):

@@ -110,22 +110,6 @@ def test_a_page_serves_the_adapter_that_computed_it_and_no_other(engine):
     assert len(set(map(tuple, seen.values()))) == 3
 
 
-@pytest.mark.slow
-def test_rows_without_an_adapter_have_the_bits_of_the_model(engine, loaded):
-    """Logits of the model alone, beside rows that have adapters: equal to the last bit."""
-    plain = Engine(loaded.decoder, options=OPTIONS, num_ids=257)
-    scored = dataclasses.replace(GREEDY, logprobs=3)
-
-    def scores(found, adapter):
-        first = dataclasses.replace(asked(None, (90, 91, 92)), sampling=scored)
-        other = dataclasses.replace(asked(adapter, (80, 81, 82)), sampling=scored)
-        return [score.logprob for each in found.run([first, other])[0] for score in each.scores]
-
-    want = scores(plain, None)
-    assert len(want) == 6
-    assert scores(engine, "lengths") == want
-
-
 def test_no_program_is_compiled_for_an_adapter(engine):
     prompts = [tuple(range(first, first + 10)) for first in (100, 120)]
 

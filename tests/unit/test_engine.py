@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import pathlib
 
-import chex
 import jax
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from engine_models import OPTIONS, POISON, PROMPTS, alone, model
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.serving.engine import programs
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import Preemption
 from jaxinfra.serving.engine.plan import PlannedRow
@@ -237,24 +235,6 @@ def test_load_loses_no_page_and_compiles_nothing(count):
 
 
 KINDS = ("malformed", EndReason.LENGTH, EndReason.CANCELLED, EndReason.ERROR)
-
-
-@pytest.mark.slow
-def test_programs_are_those_listed_and_traced_once(monkeypatch):
-    for module, names in (
-        (programs, ("step", "score", "set_masks", "begin_history")),
-        (programs, ("copy_pages", "read_pages", "write_pages")),
-    ):
-        for name in names:
-            function = getattr(module, name)
-            chex.clear_trace_counter()
-            monkeypatch.setattr(module, name, chex.assert_max_traces(function, 8))
-    options = dataclasses.replace(OPTIONS, preemption=Preemption.HOST)
-    engine = Engine(model(), num_ids=257, options=options)
-    engine.warm_up()
-    assert engine.runner.programs.num_compiled == len(engine.runner.keys)
-    engine.run([request(p) for p in PROMPTS])
-    assert engine.runner.programs.num_compiled == len(engine.runner.keys)
 
 
 def test_scores_are_those_of_the_uncached_model():

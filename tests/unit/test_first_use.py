@@ -202,16 +202,6 @@ def test_bench_lists_what_there_is(capsys):
     assert "linear_cross_entropy" in capsys.readouterr().out
 
 
-def test_bench_step_takes_a_size_that_a_cpu_can_do(monkeypatch, capsys):
-    from experiments.bench.training import step
-
-    monkeypatch.setattr(sys, "argv", ["step"])
-    args = step._arguments()
-    step._require_size(args)
-    assert (args.preset, args.batch, args.length) == ("tiny", 2, 128)
-    assert "on a CPU" in capsys.readouterr().out
-
-
 def test_an_example_of_a_trace_ships(capsys):
     assert main(["trace", "--example", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -259,11 +249,6 @@ def test_the_held_out_loss_shown_says_of_which_step_it_is():
 
     assert cells(9)["held-out"] == "2.5000"
     assert cells(4)["held-out"] == "2.5000 (step 4)"
-
-
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("jaxinfra 0.")
 
 
 def test_presets(capsys):

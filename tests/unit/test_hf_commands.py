@@ -78,16 +78,6 @@ def test_an_exported_run_separates_texts_as_in_training(exported):
 
 
 @pytest.mark.slow
-def test_generate_continues_alike(run, exported, capsys):
-    texts = []
-    for path in (run, exported):
-        options = ["--prompt", "The fox", "--max-new-tokens", "12", "--temperature", "0"]
-        assert main(["generate", str(path), *options]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != "\n"
-
-
-@pytest.mark.slow
 def test_generate_in_a_chat_template(exported, tmp_path, capsys):
     options = ["--max-new-tokens", "12", "--temperature", "0"]
     assert main(["generate", str(exported), "--prompt", "fox", "--chat", *options]) == 1

@@ -134,18 +134,6 @@ def test_micro_batches_are_traced_once(monkeypatch):
     assert len(traces) == 1
 
 
-@pytest.mark.slow
-def test_a_run_traces_its_step_once():
-    """A step returns the types that it takes."""
-    built = stepped(1)
-    step = jax.jit(
-        chex.assert_max_traces(built.step.__wrapped__, n=1), compiler_options=COMPILER_OPTIONS
-    )
-    state, batch = built.state(), packed_batch()
-    for _ in range(3):
-        state, _ = step(state, batch)
-
-
 @pytest.mark.slow_cases("<lambda>1")
 @pytest.mark.parametrize("make", [lambda: stepped(1), lambda: stepped(2), fp16_step])
 def test_non_finite_step_changes_counters_only(make):
