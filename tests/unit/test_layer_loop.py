@@ -1,7 +1,6 @@
 """Layers without a loop compute what ``jax.lax.scan`` does."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -46,7 +45,7 @@ def test_values_and_gradients_of_a_scan():
     def alone(step, *args, take=take_in_place, in_order=False):
         return one_by_one([opened(step)] * COUNT, *args, take=take, in_order=in_order)[:2]
 
-    for take, in_order in itertools.product((take_in_place, take_apart), (False, True)):
+    for take, in_order in ((take_in_place, False), (take_apart, True)):
         one = functools.partial(alone, take=take, in_order=in_order)
         chex.assert_trees_all_close(results(one), results(loop), rtol=1e-6)
 
