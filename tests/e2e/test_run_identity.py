@@ -35,8 +35,7 @@ def readers(run: Path, place: Path, cache: Path) -> dict[str, bool]:
     return found
 
 
-# Of those accepted, another learning rate: `test_an_edit_that_is_allowed_is_said`.
-_FAST = ("another angle of rotation", "another token")
+_FAST = ("another angle of rotation", "another token", "another learning rate")
 
 
 def rarely(names, *, often=()):
@@ -108,6 +107,7 @@ def test_no_remedy_is_named_where_there_is_none(bench, whole, tmp_path, capsys):
     assert "jaxinfra train" not in capsys.readouterr().out
 
 
+@pytest.mark.slow  # compiles a step for eight devices; `test_config.py` has what is said
 def test_an_edit_that_is_allowed_is_said(bench, whole, tmp_path, capsys, caplog):
     """And the run goes on with it, on a mesh of eight devices."""
     run = shutil.copytree(whole, tmp_path / "run")

@@ -59,6 +59,7 @@ INTERPRETED = ["everything", "pages-16"]
 SLOW = ["pages-128", "window", "chunk", "empty-rows"]
 
 
+@pytest.mark.slow_cases("pages-16")
 @pytest.mark.parametrize(
     "name", [*INTERPRETED, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)]
 )

@@ -142,6 +142,7 @@ def assert_caught(got, want):
             assert_within_rounding(mine, true)
 
 
+@pytest.mark.slow  # products and gradients are held to NumPy above
 def test_experts_are_dense_layers_on_their_tokens():
     """By the same recipe. Where a sum rounds otherwise, an operand may be another 8-bit number."""
     rng = np.random.default_rng(seeded(2))

@@ -61,6 +61,7 @@ def exported(run):
     return run.parent / "hf"
 
 
+@pytest.mark.slow  # losses agree below; `test_hf_convert.py` has the weights to the bit
 def test_an_exported_run_gives_the_same_logits(run, exported):
     ids = np.arange(30, dtype=np.int32)[None]
     of_run, of_export = (

@@ -147,6 +147,7 @@ def run_config(directory, *, lora=NO_GATE, **training):
     )
 
 
+@pytest.mark.slow  # a run of adapters alone: `test_finetune.py`
 def test_only_adapters_are_trained(directory):
     config = run_config(directory)
     job, state, losses = train(config)
