@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def read_initial(path: Path) -> InitialModel:
     if config.lora is not None:
         raise ConfigError(
             f"{path} holds adapters, not a whole model; merge them first: "
-            f"jaxinfra convert {path} DIR, then start from DIR"
+            f"jaxinfra convert {shlex.quote(str(path))} DIR, then start from DIR"
         )
     step = max(directory_layout.steps(run.checkpoints), default=None)
     if step is None:

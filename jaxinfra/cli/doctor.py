@@ -12,6 +12,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,10 +175,10 @@ def _checkpoint(args: argparse.Namespace, directory: RunDirectory) -> int:
     if max(damaged) > good[-1]:
         print(
             f"without them, this sets aside what is damaged after step {good[-1]}, and goes on "
-            f"from there: jaxinfra train --resume {args.run}"
+            f"from there: jaxinfra train --resume {shlex.quote(str(args.run))}"
         )
     older = [directory.checkpoints / directory_layout.step_name(step) for step in damaged]
     older = [path for path, step in zip(older, damaged, strict=True) if step < good[-1]]
     if older:
-        print(f"nothing needs what is older and damaged: rm -r {' '.join(map(str, older))}")
+        print(f"nothing needs what is older and damaged: rm -r {shlex.join(map(str, older))}")
     return 1

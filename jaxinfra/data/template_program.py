@@ -11,7 +11,7 @@ import functools
 import json
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, override
 
 import jinja2
@@ -54,9 +54,11 @@ def compiled(source: str) -> tuple[jinja2.Template, dict[str, Any]]:
         extensions=[Generation, "jinja2.ext.loopcontrols"],
     )
     # Jinja's own filter escapes HTML.
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _dumped
     environment.tests["none"] = lambda value: value is None or isinstance(value, NullContent)
     environment.tests["string"] = lambda value: type(value) is str
+    for name in ("iterable", "sequence"):
+        environment.tests[name] = functools.partial(_of_content, environment.tests[name])
     functions = {"raise_exception": _refuse, "strftime_now": _now}
     template = environment.from_string(source, globals=functions)
     generation = environment.extensions[Generation.identifier]
@@ -74,7 +76,32 @@ class NullContent(str):
     def __eq__(self, other: object) -> bool:
         return other is None or isinstance(other, NullContent)
 
+    @override
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = str.__hash__
+
+    @override
+    def __repr__(self) -> str:
+        return "None"
+
+
+def _dumped(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Formats a value as JSON, null content as null."""
+    return json.dumps(_without_marks(value), ensure_ascii=ensure_ascii, **options)
+
+
+def _of_content(test: Callable[[Any], bool], value: Any) -> bool:
+    return not isinstance(value, NullContent) and test(value)
+
+
+def _without_marks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_marks(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_marks(each) for each in value]
+    return None if isinstance(value, NullContent) else value
 
 
 class Arguments(dict[str, Any]):
@@ -109,7 +136,7 @@ def as_values(message: Any, *, join_parts: bool) -> Any:
     """
     if not isinstance(message, dict):
         return message
-    content = message.get("content")
+    content = message.get("content", "")
     if content is None:
         message["content"] = NullContent()
     elif isinstance(content, list) and join_parts:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -137,8 +138,8 @@ def source_model(path: Path) -> Iterator[SourceModel]:
     config = run.definition.config
     if run.definition.lora is not None:
         raise ConfigError(
-            f"{path} trained adapters; merge them first (jaxinfra convert {path} DST), and quantize"
-            " that"
+            f"{path} trained adapters; merge them first (jaxinfra convert {shlex.quote(str(path))} "
+            "DST), and quantize that"
         )
     with tempfile.TemporaryDirectory() as made:
         write_tokenizer(run.tokenizer, Path(made))

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import shlex
 import time
 from typing import Any, final
 
@@ -101,7 +102,7 @@ class Trainer:
             why = f" ({self._log.stopped})" if self._log.stopped and str(self._log.stopped) else ""
             self._progress.message(
                 f"stopped by {self._stop.cause}{why} at step {self._step}, saved; continue with "
-                f"jaxinfra train --resume {self._run.path}"
+                f"jaxinfra train --resume {shlex.quote(str(self._run.path))}"
             )
             return Outcome(summary=None, step=self._step)
         require_applied(self._log.find("skipped"), steps=self._training.steps)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -259,7 +260,7 @@ def _fitting(config: RunConfig, own: OwnData | None, progress: Progress) -> RunC
 
 def _nothing_lost(run: RunDirectory) -> str:
     how = (
-        f"continue with jaxinfra train --resume {run.path}"
+        f"continue with jaxinfra train --resume {shlex.quote(str(run.path))}"
         if run.config_file.is_file()
         else "start it again"
     )

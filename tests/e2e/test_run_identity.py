@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -75,11 +76,11 @@ REMEDIED = {
 @pytest.mark.parametrize("damage", rarely(REMEDIED, often=["newest flipped"]))
 def test_a_remedy_of_doctor_is_one(bench, whole, tmp_path, capsys, damage):
     """The command that it names makes the run what it was, or sets aside what it said it would."""
-    run = shutil.copytree(whole, tmp_path / "run")
+    run = shutil.copytree(whole, tmp_path / "a run")
     REMEDIED[damage](run)
     assert main(["doctor", "checkpoint", str(run)]) == 1
-    (command,) = re.findall(r"jaxinfra (train --resume \S+)", capsys.readouterr().out)
-    ended = bench.run([*command.split(), "--no-sample", "--cache", bench.cache])
+    (command,) = re.findall(r"jaxinfra (train --resume .+)", capsys.readouterr().out)
+    ended = bench.run([*shlex.split(command), "--no-sample", "--cache", bench.cache])
     assert ended.code == 0, ended
     assert "checkpoint set aside" in ended.stderr
     assert main(["doctor", "checkpoint", str(run)]) == 0
@@ -87,14 +88,14 @@ def test_a_remedy_of_doctor_is_one(bench, whole, tmp_path, capsys, damage):
 
 
 def test_doctor_says_what_nothing_needs(whole, tmp_path, capsys):
-    run = shutil.copytree(whole, tmp_path / "run")
+    run = shutil.copytree(whole, tmp_path / "a run")
     oldest, *_, newest = checkpoints(run)
     of_steps(flip, oldest)(run)
     assert main(["doctor", "checkpoint", str(run)]) == 1
     said = capsys.readouterr().out
     assert "jaxinfra train" not in said, f"step {newest} is good, and what --resume goes on from"
     (words,) = re.findall(r"rm -r (.*)", said)
-    for path in words.split():
+    for path in shlex.split(words):
         shutil.rmtree(path)
     assert main(["doctor", "checkpoint", str(run)]) == 0
     assert checkpoints(run)[-1] == newest

@@ -1,5 +1,6 @@
 """Chat templates against the reference implementation's renderings (tests/golden/hf/chat.json)."""
 
+import copy
 import hashlib
 import json
 import pathlib
@@ -12,7 +13,7 @@ from tokenizers import models, pre_tokenizers
 from jaxinfra.data import chat_template
 from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.errors import ConfigError, DataError, JaxinfraError
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/hf/chat.json").read_text())
 CASES = {case["name"]: case for case in GOLDEN["cases"]}
@@ -118,6 +119,19 @@ def test_conversations_are_rendered_as_by_the_reference(name):
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     assert [hashed(talk) for talk in TALKS] == RENDERED[name].split()
+
+
+FEATURES = json.loads(pathlib.Path(template_cases.__file__).with_name("features.json").read_text())
+
+
+@pytest.mark.parametrize(("source", "wanted"), FEATURES["cases"])
+def test_features_of_templates_are_those_of_the_reference(source, wanted):
+    try:
+        template = ChatTemplate(source, variables=FEATURES["variables"])
+        text = template.render(copy.deepcopy(FEATURES["messages"]), tools=FEATURES["tools"])
+    except JaxinfraError:
+        text = None
+    assert text == wanted
 
 
 def rendered(program, message):

@@ -1,7 +1,10 @@
 """An engine's memory: its roles are all of its largest program, and a remedy, applied, fits."""
 
+import argparse
 import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 
 import jax
@@ -10,6 +13,7 @@ import tokenizers
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained, pretrained_shapes
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
+from jaxinfra.cli import serve
 from jaxinfra.cli.main import main
 from jaxinfra.cli.out_of_memory import explain_serving_out_of_memory
 from jaxinfra.config.precision import PolicyName
@@ -171,4 +175,9 @@ def test_the_command_lists_pages_and_programs(capsys):
     assert sum(found["by_role"].values()) == found["total_bytes"]
     assert found["by_role"]["caches"] == 20 * found["page_bytes"]
     assert main([*command[:-1], "--limit", "0.001"]) == 1
-    assert "remedy: " in capsys.readouterr().out
+    printed = re.findall(r"^remedy: (.*?): ", capsys.readouterr().out, re.MULTILINE)
+    assert printed
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    for each in printed:
+        parser.parse_args(["DIR", *shape, *shlex.split(each)])
