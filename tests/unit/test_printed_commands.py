@@ -23,7 +23,7 @@ SHAPES = {
     "fsdp=3": ["--batch-size", "9", "--sequence-length", "40"],
     "fsdp=3,tensor=2": ["--batch-size", "15", "--sequence-length", "24", "--zero", "1"],
     "replica=7": ["--batch-size", "7", "--sequence-length", "33"],
-    "fsdp=5": ["--batch-size", "20", "--sequence-length", "17", "--accumulation", "2"],
+    "replica=5": ["--batch-size", "20", "--sequence-length", "17", "--accumulation", "2"],
 }
 
 
