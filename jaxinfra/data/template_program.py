@@ -92,7 +92,7 @@ def _dumped(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(_without_marks(value), ensure_ascii=ensure_ascii, **options)
 
 
-def _of_content(test: Callable[[Any], bool], value: Any) -> bool:
+def _of_content(test: Callable[..., Any], value: Any) -> bool:
     return not isinstance(value, NullContent) and test(value)
 
 
