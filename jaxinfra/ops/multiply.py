@@ -30,6 +30,7 @@ from jaxinfra.ops.quantized import (
     contracted_dims,
     multiply_quantized,
     repeated_outputs,
+    takes_any_rows,
 )
 from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
@@ -184,8 +185,9 @@ def multiply_few_rows(
 ) -> Float[Array, "..."]:
     """Computes ``residual + einsum(spec, x, weight)`` on one device.
 
-    If x has few rows, a kernel multiplies them. It includes the norm before and the sum after the
-    matmul, if that was measured to be faster. These kernels have no gradient.
+    If x has few rows, or the product is in 8 bits, a kernel multiplies them. It includes the norm
+    before and the sum after the matmul, if that was measured to be faster. These kernels have no
+    gradient.
     """
     assert recipe.fp8 is None, "execution_on"
     raw, rank = x.x if isinstance(x, Deferred) else x, contracted_dims(spec)
@@ -193,7 +195,7 @@ def multiply_few_rows(
         fits = raw.dtype == recipe.compute
     else:
         fits = isinstance(weight, jax.Array) and out in (None, recipe.compute)
-    if rank is None or not fits or not _takes(raw, rank, recipe):
+    if rank is None or not fits or not _takes(raw, weight, rank, recipe):
         x = x.value() if isinstance(x, Deferred) else x
         product = multiply(spec, x, weight, recipe=recipe, out=out)
         return product if residual is None else residual + product
@@ -225,8 +227,9 @@ def _product(
     )
 
 
-def _takes(x: jax.Array, rank: int, recipe: Recipe) -> bool:
-    is_few = math.prod(x.shape[:-rank]) <= MOST_ROWS
+def _takes(x: jax.Array, weight: jax.Array | QuantizedWeight, rank: int, recipe: Recipe) -> bool:
+    """Whether a kernel may multiply: few rows, or any rows by a weight for 8-bit products."""
+    is_few = math.prod(x.shape[:-rank]) <= MOST_ROWS or takes_any_rows(weight)
     return is_few and recipe.compute.itemsize == 2 and device.target().capability == (9, 0)
 
 
@@ -304,7 +307,7 @@ class Multiply:
             return Deferred(x=multiply_few_rows("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe))
         assert not isinstance(weight_DF, GatheredWeight), "one device has all of each weight"
         raw = x_BTD.x if isinstance(x_BTD, Deferred) else x_BTD
-        if _takes(raw, 1, recipe) and raw.dtype == recipe.compute:
+        if _takes(raw, weight_DF, 1, recipe) and raw.dtype == recipe.compute:
             hidden = _product(x_BTD, weight_DF, 1, recipe, swiglu=True)
             return hidden.reshape(*raw.shape[:-1], -1)
         x_BTD = x_BTD.value() if isinstance(x_BTD, Deferred) else x_BTD

@@ -16,7 +16,8 @@ from pallas_kernels.common.device import Facts as Facts
 from pallas_kernels.common.device import compiling_for as compiling_for
 from pallas_kernels.few_rows_matmul.choice import MOST_ROWS_MEASURED as MOST_ROWS_MEASURED
 from pallas_kernels.few_rows_matmul.choice import takes_kernel
-from pallas_kernels.few_rows_matmul.quantized import MOST_BYTES, rounded_rows
+from pallas_kernels.few_rows_matmul.quantized import MOST_BYTES
+from pallas_kernels.few_rows_matmul.rounded import rounded_rows
 from pallas_kernels.quantized_weight import Activations as Activations
 from pallas_kernels.quantized_weight import Arrangement, arranged, why_not_arranged
 from pallas_kernels.quantized_weight import DoubleQuantizedScales as DoubleQuantizedScales
@@ -87,6 +88,11 @@ def as_kernels_read(weight: QuantizedWeight) -> QuantizedWeight:
 def _arranged(weight: QuantizedWeight) -> QuantizedWeight:
     # Of a stack one after another: what is between takes several times a weight.
     return jax.lax.map(arranged, weight) if weight.leading else arranged(weight)
+
+
+def takes_any_rows(weight: jax.Array | QuantizedWeight) -> bool:
+    """Returns whether kernels multiply any number of rows by a weight in its stored order."""
+    return isinstance(weight, QuantizedWeight) and weight.arrangement is Arrangement.TRANSPOSED
 
 
 def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | None:

@@ -16,7 +16,13 @@ from jaxinfra import axes
 from jaxinfra.errors import ConfigError, UnsupportedError, nearest
 from jaxinfra.hf import quantization_of
 from jaxinfra.model.definition import ParameterInfo, by_path, define_model, is_weight
-from jaxinfra.ops.quantized import MOST_ROWS_MEASURED, Activations, QuantizedWeight, kept_for_kernel
+from jaxinfra.ops.quantized import (
+    MOST_ROWS_MEASURED,
+    Activations,
+    QuantizedWeight,
+    kept_for_kernel,
+    takes_any_rows,
+)
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.memory import element_bits, kv_bytes, kv_bytes_per_token, kv_table
@@ -77,7 +83,8 @@ class ServedArray:
         if self.is_dequantized and self.stored.format.activations is Activations.INT8:
             # XLA multiplies the codes themselves, of more than one row transposed.
             return self.nbytes * (1.0 if tokens == 1 else 3.0)
-        if self.is_dequantized or tokens > MOST_ROWS_MEASURED:
+        is_many = tokens > MOST_ROWS_MEASURED and not takes_any_rows(self.held)
+        if self.is_dequantized or is_many:
             return self.nbytes + 2.0 * plain
         return self.nbytes
 

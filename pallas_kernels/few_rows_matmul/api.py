@@ -12,12 +12,13 @@ from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.row_inputs import RmsNorm, swiglu_of_halves
-from pallas_kernels.quantized_weight import QuantizedWeight
+from pallas_kernels.quantized_weight import Arrangement, QuantizedWeight
 
 from .choice import fused_config, product_config
 from .hopper import fused_hopper, product_hopper, unsupported_fused, unsupported_product
 from .quantized import quantized_matmul
 from .reference import FewRowsCall, multiplied, product_reference
+from .rounded import rounded_product
 
 type FewRowsImplementation = Literal["auto", "fused", "hopper", "xla"]
 
@@ -46,8 +47,9 @@ def few_rows_matmul(
             result has half the product's columns.
         residual: array added to the result, of its shape and x's dtype.
         implementation: "fused": one Mosaic GPU kernel for the whole op, 1 to 8 rows. "hopper": a
-            kernel for the product alone, up to 256 rows; XLA does the rest. Both run on one device.
-            "xla": XLA alone. "auto": "fused", else "hopper", if measured 1.03 times as fast as the
+            kernel for the product alone, up to 256 rows; XLA does the rest. With a transposed
+            weight it takes any number of rows, which a kernel rounds after their norm or SwiGLU.
+            All run on one device. "xla": XLA alone. "auto": "fused", else "hopper", if measured 1.03 times as fast as the
             alternative (``choice``), else "xla".
 
     Returns:
@@ -134,7 +136,11 @@ def _fused(call: FewRowsCall, implementation: FewRowsImplementation) -> jax.Arra
 def _product(call: FewRowsCall, implementation: FewRowsImplementation) -> jax.Array:
     """``act(input(x) w)``, with what comes before the product, or after it, by XLA."""
     assert implementation != "fused", "_fused"
-    x_MK, weight = multiplied(call), call.weight
+    weight = call.weight
+    if isinstance(weight, QuantizedWeight) and weight.arrangement is Arrangement.TRANSPOSED:
+        product = rounded_product(call, out_dtype=call.x.dtype, implementation=implementation)
+        return swiglu_of_halves(product) if call.swiglu else product
+    x_MK = multiplied(call)
     if isinstance(weight, QuantizedWeight):
         product = quantized_matmul(x_MK, weight, implementation=implementation)
         return swiglu_of_halves(product) if call.swiglu else product

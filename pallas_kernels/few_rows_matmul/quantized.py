@@ -1,9 +1,9 @@
 """Matmuls with 4-bit and 8-bit weights, for any number of rows, with a gradient of x.
 
-Formats that round activations quantize each row of x to 8 bits, scaled by its largest element. The
-8-bit values of both operands are exact in bfloat16, so they are multiplied exactly by the same
-16-bit kernels as other quantized weights. This forgoes the tensor cores' double rate for 8 bits,
-but the weight is stored only once, in the kernel's order.
+Formats that round activations quantize each row of x to 8 bits, scaled by its largest element. A
+transposed weight in e4m3 is multiplied by the tensor cores in 8 bits (``rounded``). Values of int8
+are exact in bfloat16, so they are multiplied exactly by the same 16-bit kernels as other quantized
+weights.
 
 Dims: M row of x, K contracted, N column.
 """
@@ -20,9 +20,8 @@ from jax import lax
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.errors import InputError, UnsupportedError
-from pallas_kernels.common.rounding import keep_rounded
+from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.quantized_weight import (
-    Activations,
     Arrangement,
     QuantizedWeight,
     WeightCode,
@@ -35,6 +34,7 @@ from .choice import MOST_ROWS_MEASURED, product_config, takes_kernel
 from .config import MOST_ROWS, ProductShape
 from .hopper import product_hopper, unsupported_product
 from .reference import FewRowsCall
+from .rounded import rounded_product, rounded_rows
 from .xla import input_gradient, quantized_matmul_xla
 
 type QuantizedImplementation = Literal["auto", "hopper", "xla"]
@@ -43,8 +43,6 @@ type CodeProduct = Callable[[jax.Array, QuantizedWeight], jax.Array]
 
 MOST_BYTES = 256 * 2**20
 """Most bytes of a dequantized weight in memory at a time."""
-_LARGEST = {Activations.INT8: 127.0, Activations.E4M3: 448.0}
-_LEAST = 2.0**-60  # of a row's largest element: no scale is 0
 
 
 def _require_product(x: jax.Array, weight: QuantizedWeight, implementation: str) -> None:
@@ -76,7 +74,8 @@ def quantized_matmul(
 
     The weight is dequantized to x's dtype; products are summed in fp32 and rounded once. Where the
     format rounds activations, each row of x is quantized to 8 bits, scaled by its largest element;
-    the 8-bit values are multiplied as bfloat16 and summed in fp32 (int8 by XLA in int32). The
+    the 8-bit values are multiplied as bfloat16 and summed in fp32 (int8 by XLA in int32). A
+    transposed weight is multiplied in e4m3; with more than 64 rows, sums have 14 bits. The
     gradient of x dequantizes again; the weight gets none. A product that rounds activations has no
     gradient.
 
@@ -105,6 +104,10 @@ def quantized_matmul(
     x = jnp.asarray(x)
     _require_product(x, weight, implementation)
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if weight.arrangement is Arrangement.TRANSPOSED:
+        call = FewRowsCall(x=x, weight=weight)
+        rounded = rounded_product(call, out_dtype=out, implementation=implementation)
+        return without_gradient(rounded, _why_no_gradient(weight))
     reason = "not asked for"
     if implementation in ("auto", "hopper"):
         reason = unsupported_product(FewRowsCall(x=x, weight=weight), out)
@@ -143,10 +146,7 @@ def quantized_matmul(
 
     def forward(x: jax.Array, weight: QuantizedWeight):
         if weight.format.activations is not None:
-            raise UnsupportedError(
-                f"a product with a weight in {weight.format.name} has no gradient: rounding has "
-                "none; keep activations as they are (activations=None) to train adapters"
-            )
+            raise UnsupportedError(_why_no_gradient(weight))
         return product(x, weight), weight
 
     def backward(weight: QuantizedWeight, cotangent: jax.Array):
@@ -157,15 +157,11 @@ def quantized_matmul(
     return product(x, weight)
 
 
-def rounded_rows(x_MK: jax.Array, activations: Activations) -> tuple[jax.Array, jax.Array]:
-    """Quantizes each row of x to 8 bits; returns codes [M, K] and scales, float32 [M, 1]."""
-    x = x_MK.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    scale = jnp.maximum(largest, _LEAST) / _LARGEST[activations]
-    if activations is Activations.INT8:
-        return jnp.clip(jnp.round(x / scale), -127.0, 127.0).astype(jnp.int8), scale
-    values = jnp.clip(x / scale, -448.0, 448.0)
-    return keep_rounded(values.astype(jnp.float8_e4m3fn)), scale
+def _why_no_gradient(weight: QuantizedWeight) -> str:
+    return (
+        f"a product with a weight in {weight.format.name} has no gradient: rounding has none; keep "
+        "activations as they are (activations=None) to train adapters"
+    )
 
 
 def product_of_rounded(

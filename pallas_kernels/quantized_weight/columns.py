@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from .weight import (
+    Activations,
     Arrangement,
     QuantizedWeight,
     WeightCode,
@@ -144,7 +145,9 @@ def why_not_arranged(weight: QuantizedWeight) -> str | None:
 
 
 def arranged(weight: QuantizedWeight) -> QuantizedWeight:
-    """Reorders a weight's codes to MMA fragments, and repeats block scales for each column.
+    """Reorders a weight's codes for the kernels, and repeats block scales for each column.
+
+    Codes become MMA fragments. Where the format rounds activations to e4m3, they are transposed.
 
     Raises:
         UnsupportedError: the kernel does not take the weight's format or size.
@@ -157,6 +160,9 @@ def arranged(weight: QuantizedWeight) -> QuantizedWeight:
     if weight.arrangement is not Arrangement.ROWS:
         return weight
     weight = by_column(weight)
+    if weight.format.activations is Activations.E4M3 and weight.order is None:
+        data = jnp.swapaxes(weight.data, -1, -2)
+        return dataclasses.replace(weight, data=data, arrangement=Arrangement.TRANSPOSED)
     words = functools.partial(fragment_words, form=weight.format)
     for _ in weight.leading:
         words = jax.vmap(words)

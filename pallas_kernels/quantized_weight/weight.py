@@ -95,6 +95,7 @@ class Arrangement(enum.StrEnum):
 
     ROWS = "rows"  # [*, K, N] of 8 bits; 4-bit codes of a group's two halves share bytes
     FRAGMENTS = "fragments"  # int32 [*, K / 32, N / 16, W]: the Hopper kernel's order
+    TRANSPOSED = "transposed"  # [*, N, K] of 8 bits: as Hopper's tensor cores take 8-bit operands
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +223,7 @@ class QuantizedWeight:
         ((64, 32), dtype('uint8'), (32, 32))
     """
 
-    data: jax.Array  # [*, K, N] of 8 bits, uint8 [*, K / 2, N] of 4 bits, or fragments
+    data: jax.Array  # [*, K, N] of 8 bits, uint8 [*, K / 2, N] of 4 bits, or another arrangement
     scales: Any  # floating [*, G, C]: an array, or ``DoubleQuantizedScales``
     zeros: jax.Array | None = None  # integers [*, G, N]; None: symmetric
     order: jax.Array | None = None  # int32 [*, K]: row k of the data is the weight's row order[k]
@@ -285,6 +286,8 @@ class QuantizedWeight:
         data = (rows * bits // 8, columns)
         if self.arrangement is Arrangement.FRAGMENTS:
             data, codes = (rows // 32, columns // 16, 16 * bits), jnp.dtype(jnp.int32)
+        elif self.arrangement is Arrangement.TRANSPOSED:
+            data = data[::-1]
         want = {
             "data": (*leading, *data),
             "scales": (*leading, *self.format.scales_shape(rows, columns)),
@@ -372,6 +375,8 @@ def weight_codes(weight: QuantizedWeight) -> jax.Array:
         for _ in weight.leading:
             codes = jax.vmap(codes)
         return codes(weight.data)
+    if weight.arrangement is Arrangement.TRANSPOSED:
+        return jnp.swapaxes(weight.data, -1, -2)
     return unpacked_pairs(weight.data, form.group_rows) if form.code.bits == 4 else weight.data
 
 

@@ -8,7 +8,7 @@ from pallas_kernels import (
     quantize_both_ways,
     quantize_swiglu,
 )
-from pallas_kernels.few_rows_matmul.quantized import rounded_rows
+from pallas_kernels.few_rows_matmul.rounded import rounded_rows
 from pallas_kernels.fp8.xla import quantize_across_xla
 from pallas_kernels.paged_attention import codes_of, numbers_of
 from pallas_kernels.quantized_weight import WeightCode, round_weight

@@ -17,8 +17,8 @@ from pallas_kernels.few_rows_matmul.config import (
     quantized_configs,
 )
 from pallas_kernels.few_rows_matmul.hopper import fused_hopper, product_hopper
-from pallas_kernels.few_rows_matmul.quantized import rounded_rows
 from pallas_kernels.few_rows_matmul.reference import FewRowsCall
+from pallas_kernels.few_rows_matmul.rounded import rounded_rows
 from pallas_kernels.quantized_weight import QuantizedWeight, arranged
 from pallas_kernels.quantized_weight.hopper_dequantize import dequantized_hopper
 from tests.kernels.few_rows_cases import (

@@ -192,12 +192,13 @@ def test_the_serving_form_multiplies_the_same_weights(case):
 
 
 def test_serving_arranges_for_devices_on_which_the_kernel_was_measured():
-    eight, four, rounding = (
+    eight, four, rounding, codes = (
         round_weight(jnp.ones((256, 128)), form)
         for form in (
             WeightFormat(code=WeightCode.INT8),
             WeightFormat(code=WeightCode.INT4, group_rows=128),
             WeightFormat(code=WeightCode.INT8, activations=Activations.INT8),
+            WeightFormat(code=WeightCode.E4M3, activations=Activations.E4M3),
         )
     )
     assert as_kernels_read(eight) is eight
@@ -205,5 +206,6 @@ def test_serving_arranges_for_devices_on_which_the_kernel_was_measured():
         assert as_kernels_read(eight).arrangement is Arrangement.FRAGMENTS
         assert as_kernels_read(four).arrangement is Arrangement.FRAGMENTS
         assert as_kernels_read(rounding).arrangement is Arrangement.FRAGMENTS
+        assert as_kernels_read(codes).arrangement is Arrangement.TRANSPOSED
     with device.compiling_for(dataclasses.replace(device.H200, kind="NVIDIA H100 80GB HBM3")):
         assert as_kernels_read(four) is four

@@ -25,6 +25,7 @@ import jax.stages
 from flax import nnx
 
 from experiments.bench.harness import copied, options, table_of
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.precision import PolicyName
@@ -42,20 +43,35 @@ from jaxinfra.serving.load import serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows, sample
 
 SHAPES = {
-    "llama3_8b": ((1, 2048), (16, 2048), (64, 2048), (128, 1024)),
+    "llama3_8b": ((1, 2048), (16, 2048), (64, 1024), (64, 2048), (128, 1024)),
     "llama32_1b": ((1, 2048), (64, 2048)),
     "tiny": ((2, 32),),
 }
 PREFILLS = {"llama3_8b": ((8, 2048),), "llama32_1b": ((1, 128),), "tiny": ()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServedFormat:
+    """Formats of a served model's weights and cache."""
+
+    weights: WeightFormat | None = None
+    cache: CacheFormat = CacheFormat.PLAIN
+
+
+_FP8 = WeightFormat(code=WeightCode.E4M3, activations=Activations.E4M3)
 FORMATS = {
-    "bf16": None,
-    "int4 g128": WeightFormat(code=WeightCode.INT4, group_rows=128),
-    "int8": WeightFormat(code=WeightCode.INT8),
-    "fp8": WeightFormat(code=WeightCode.E4M3),
-    "w8a8 fp8": WeightFormat(code=WeightCode.E4M3, activations=Activations.E4M3),
-    "w8a8 int8": WeightFormat(code=WeightCode.INT8, activations=Activations.INT8),
+    "bf16": ServedFormat(),
+    "int4 g128": ServedFormat(weights=WeightFormat(code=WeightCode.INT4, group_rows=128)),
+    "int8": ServedFormat(weights=WeightFormat(code=WeightCode.INT8)),
+    "fp8": ServedFormat(weights=WeightFormat(code=WeightCode.E4M3)),
+    "w8a8 fp8": ServedFormat(weights=_FP8),
+    "w8a8 fp8, fp8 cache": ServedFormat(weights=_FP8, cache=CacheFormat.FP8),
+    "w8a8 int8": ServedFormat(
+        weights=WeightFormat(code=WeightCode.INT8, activations=Activations.INT8)
+    ),
 }
 STEPS, ROUNDS, SLACK = 40, 3, 256
+_POLICY = stored_as_computed(POLICIES[PolicyName.BF16])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +158,7 @@ class Form:
         decoder = nnx.merge(self.graphdef, self.weights)
 
         def random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-            return jax.random.normal(jax.random.key(3), shape, dtype)
+            return jax.random.normal(jax.random.key(3), shape, jnp.bfloat16).astype(dtype)
 
         def caches() -> tuple:
             empty = decoder.empty_cache(batch=batch, num_slots=context + SLACK)
@@ -183,32 +199,57 @@ def in_format(
     return nest(leaves)
 
 
-def served(preset: str, weights: WeightFormat | None = None, *, tensor: int = 1) -> Form:
-    """The model in its serving form, sharded over tensor devices."""
+def drawn_parameters(preset: str, *, tensor: int = 1) -> tuple[ModelDefinition, Parameters]:
+    """The model as in training, with random weights in bfloat16."""
     config = MODELS[preset]()
     placement = serving_placement(config, MeshConfig(tensor=tensor)) if tensor > 1 else None
-    on = functools.partial(
-        execution_on, placement, policy=stored_as_computed(POLICIES[PolicyName.BF16])
-    )
-    definition = define_model(config, on())
+    definition = define_model(config, execution_on(placement, policy=_POLICY))
     where = None if placement is None else placement.parameters(definition)
-    drawn = jax.jit(definition.initialize, out_shardings=where)(jax.random.key(0))
-    unrolled = serving_form(definition, on(decode_form=DecodeForm(packed=tensor == 1)))
-    parameters = serving_parameters(unrolled, in_format(definition, drawn, weights))
-    graphdef, state = nnx.split(unrolled.bind(parameters))
+    return definition, jax.jit(definition.initialize, out_shardings=where)(jax.random.key(0))
+
+
+def served(
+    preset: str,
+    form: ServedFormat = FORMATS["bf16"],
+    *,
+    tensor: int = 1,
+    drawn: tuple[ModelDefinition, Parameters] | None = None,
+) -> Form:
+    """The model in its serving form, sharded over tensor devices.
+
+    Args:
+        drawn: ``drawn_parameters`` of the same model, for several forms of it.
+    """
+    definition, parameters = drawn or drawn_parameters(preset, tensor=tensor)
+    config = definition.config
+    placement = serving_placement(config, MeshConfig(tensor=tensor)) if tensor > 1 else None
+    execution = execution_on(
+        placement,
+        policy=_POLICY,
+        cache_format=form.cache,
+        decode_form=DecodeForm(packed=tensor == 1),
+    )
+    unrolled = serving_form(definition, execution)
+    packed = serving_parameters(unrolled, in_format(definition, parameters, form.weights))
+    graphdef, state = nnx.split(unrolled.bind(packed))
     return Form(definition=unrolled, weights=state, graphdef=graphdef)
 
 
 def floor_bytes(form: Form, batch: int, context: int) -> int:
     """Weights that a token is multiplied with, and the cache, each read once."""
-    table = form.definition.table()
-    weights = sum(each.size * each.dtype.itemsize for each in table if each.matmul)
+    matmuls = {each.path for each in form.definition.table() if each.matmul}
+    leaves = nnx.to_flat_state(form.weights)
+    weights = sum(
+        leaf.get_value().nbytes for path, leaf in leaves if "/".join(map(str, path)) in matmuls
+    )
     config = form.definition.config
     per_token = sum(
         block.mixer.cache.elements * repeats
         for block, repeats in zip(config.blocks, config.repeats, strict=True)
     )
-    return weights + batch * context * per_token * form.definition.execution.policy.compute.itemsize
+    execution = form.definition.execution
+    bits = execution.cache_format.bits or 8 * execution.policy.compute.itemsize
+    return weights + batch * context * per_token * bits // 8
 
 
 def prefill_flops(form: Form, batch: int, length: int) -> float:
@@ -282,7 +323,9 @@ def main() -> None:
     table = table_of(args)
     rate = 1e9 * table.add("copy", lambda: {"gb_s": copied() / 1e9}).get("gb_s", float("nan"))
     for preset in args.presets:
-        forms = {name: served(preset, FORMATS[name]) for name in args.formats}
+        drawn = drawn_parameters(preset)
+        forms = {name: served(preset, FORMATS[name], drawn=drawn) for name in args.formats}
+        del drawn
         shapes = [
             shape
             for shape in SHAPES[preset]
@@ -304,12 +347,14 @@ def main() -> None:
                 row = {
                     "ms": medians[name],
                     "of_bf16": medians["bf16"] / medians[name] if "bf16" in medians else None,
-                    "floor_ms": 1e3 * floor_bytes(form, *shape) / rate if name == "bf16" else None,
+                    "floor_ms": 1e3 * floor_bytes(form, *shape) / rate,
                 }
                 table.add(f"{preset} {shape[0]} x {shape[1]}, {name}", lambda row=row: row)
         for batch, length in PREFILLS[preset]:
-            row = functools.partial(prefilled, forms[args.formats[0]], batch, length)
-            table.add(f"{preset} prefill {batch} x {length}", row)
+            name = f"{preset} prefill {batch} x {length}"
+            if name.startswith(tuple(args.only)):
+                row = functools.partial(prefilled, forms[args.formats[0]], batch, length)
+                table.add(name, row)
         del forms, steps
 
 

@@ -28,7 +28,7 @@ from flax import nnx
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.harness import copied, options, table_of
-from experiments.bench.serving.decode import floor_bytes, prefill_flops, served
+from experiments.bench.serving.decode import FORMATS, floor_bytes, prefill_flops, served
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -55,7 +55,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.rng = np.random.default_rng(0)
-        self.form = served(args.preset, tensor=args.tensor)
+        self.form = served(args.preset, FORMATS[args.format], tensor=args.tensor)
         gc.collect()
         self.copy_rate = self.matmul_rate = float("nan")
 
@@ -76,10 +76,12 @@ class Bench:
         if self.args.few_programs:
             # Decode steps that draw by temperature, and whole prompts, as many as a call has.
             rows = max(rows for rows, _ in self.engine.limits.chunk_shapes)
+            least = self.args.least_rows
             keys = [
                 key
                 for key in runner.keys
-                if key.name == "step" and (key.rows == rows if key.length > 1 else not key.is_full)
+                if key.name == "step"
+                and (key.rows == rows if key.length > 1 else not key.is_full and key.rows >= least)
             ]
         runner.warm_up(keys=keys)
         programs = runner.programs.num_compiled
@@ -293,6 +295,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm-steps", type=int, default=8, help="before those that are timed")
     parser.add_argument("--few-programs", action="store_true", help="others compile when needed")
+    parser.add_argument("--least-rows", type=int, default=1, help="of few programs' decode steps")
+    parser.add_argument("--format", default="bf16", choices=[*FORMATS], help="of weights and cache")
     parser.add_argument("--batches", type=int, nargs="+", help="of steps; all by default")
     parser.add_argument("--samplings", nargs="+", default=["greedy", "temperature", "top-p"])
     args = parser.parse_args()
