@@ -49,8 +49,8 @@ def few_rows_matmul(
         implementation: "fused": one Mosaic GPU kernel for the whole op, 1 to 8 rows. "hopper": a
             kernel for the product alone, up to 256 rows; XLA does the rest. With a transposed
             weight it takes any number of rows, which a kernel rounds after their norm or SwiGLU.
-            All run on one device. "xla": XLA alone. "auto": "fused", else "hopper", if measured 1.03 times as fast as the
-            alternative (``choice``), else "xla".
+            All run on one device. "xla": XLA alone. "auto": "fused", else "hopper", if measured
+            1.03 times as fast as the alternative (``choice``), else "xla".
 
     Returns:
         [M, N] or [M, N / 2] in x's dtype, rounded from fp32 sums. ``input(x)`` is rounded to x's

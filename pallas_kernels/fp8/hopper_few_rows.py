@@ -48,7 +48,7 @@ def few_rows_config(M: int, N: int, K: int) -> FewRowsConfig:
     Measured on an H200 with 64 rows: weights of 17 to 117 MB are read at 2.0 to 3.6 TB/s.
     """
     most = NUM_PROCESSORS * GROUP_COLUMNS
-    groups = 2 if N > most and N % (2 * GROUP_COLUMNS) == 0 else 1
+    groups = 2 if most < N and N % (2 * GROUP_COLUMNS) == 0 else 1
     columns, steps = GROUP_COLUMNS * groups, K // BLOCK
     blocks = N // columns
     fitting = (s for s in _SPLITS if steps % s == 0 and blocks * s <= NUM_PROCESSORS)
