@@ -83,7 +83,7 @@ class ServedArray:
         if self.is_dequantized and self.stored.format.activations is Activations.INT8:
             # XLA multiplies the codes themselves, of more than one row transposed.
             return self.nbytes * (1.0 if tokens == 1 else 3.0)
-        is_many = tokens > MOST_ROWS_MEASURED and not takes_any_rows(self.held)
+        is_many = tokens > MOST_ROWS_MEASURED and not takes_any_rows(self.stored)
         if self.is_dequantized or is_many:
             return self.nbytes + 2.0 * plain
         return self.nbytes

@@ -175,7 +175,7 @@ class _FewRowsKernel:
             plgpu.barrier_wait(smem.full.at[slot])
             part = product(
                 smem.b.at[slot, mine], smem.a.at[slot],
-                wg=wg, turn=None, interpretable=self.interpretable,
+                wg=wg, order_barriers=None, interpretable=self.interpretable,
             )  # fmt: skip
             plgpu.barrier_arrive(smem.empty.at[slot])
             return total + part
