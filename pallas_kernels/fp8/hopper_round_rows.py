@@ -28,7 +28,7 @@ CODES = jnp.dtype(jnp.float8_e4m3fn)
 
 
 def unsupported_rounding(columns: int) -> str | None:
-    """Returns why the kernel cannot quantize rows of so many columns; None if it can."""
+    """Returns why the kernel cannot quantize rows of ``columns`` elements; None if it can."""
     if columns % (2 * WARPGROUP) or columns > MOST_COLUMNS:
         return f"{columns} columns: it takes multiples of {2 * WARPGROUP} up to {MOST_COLUMNS}"
     return None
