@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from jaxinfra.config.precision import PrecisionConfig as PrecisionConfig
     from jaxinfra.config.preferences import PreferenceConfig as PreferenceConfig
     from jaxinfra.config.preferences import PreferenceLoss as PreferenceLoss
+    from jaxinfra.config.recurrent import GatedDeltaConfig as GatedDeltaConfig
+    from jaxinfra.config.recurrent import StateSpaceConfig as StateSpaceConfig
     from jaxinfra.config.rope import RopeConfig as RopeConfig
     from jaxinfra.config.run import CheckpointConfig as CheckpointConfig
     from jaxinfra.config.run import KeptValues as KeptValues
@@ -141,6 +143,10 @@ _PUBLIC = {
     "jaxinfra.config.preferences": (
         "PreferenceConfig",
         "PreferenceLoss",
+    ),
+    "jaxinfra.config.recurrent": (
+        "GatedDeltaConfig",
+        "StateSpaceConfig",
     ),
     "jaxinfra.config.rope": ("RopeConfig",),
     "jaxinfra.config.run": (

@@ -31,6 +31,11 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
         "pages in the KV cache; default: those that fit, at most --max-running requests' of the "
         "most tokens",
     ),
+    (
+        "num_snapshots",
+        "copies of layers' states after prefixes, from which requests go on; default: twice "
+        "--max-running",
+    ),
     ("num_drafts", "draft tokens per step of speculative decoding"),
 )
 

@@ -1,4 +1,4 @@
-"""The arrays that attention caches for each token."""
+"""The arrays that a mixer keeps of past tokens: entries per token, and a state per sequence."""
 
 import dataclasses
 import enum
@@ -38,11 +38,22 @@ class CachedArray:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CacheSpec:
-    """The arrays that attention caches for each token."""
+class StateArray:
+    """One array of a layer's state, whose size does not grow with the sequence."""
 
-    arrays: tuple[CachedArray, ...]
+    name: str
+    shape: tuple[int, ...]  # of one sequence
+    dims: Dims  # logical dims, one for each entry of the shape
+    is_sum: bool = True  # it sums over tokens, in the accum dtype; else in the compute dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSpec:
+    """The arrays that a mixer keeps of past tokens, in two kinds."""
+
+    arrays: tuple[CachedArray, ...]  # of each token
     window: int | None = None  # number of newest tokens that attention reads; None: all
+    state: tuple[StateArray, ...] = ()  # of each sequence
 
     def repeated(self, copies: Callable[[str | None, int], int]) -> "CacheSpec":
         """Returns the cache with elements repeated along dims that are too small to shard, such as

@@ -7,6 +7,7 @@ from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.kinds import Branches, Head, MlpKind, NormKind, NormPlacement, QkNormOver
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
+from jaxinfra.config.recurrent import GatedDeltaConfig, StateSpaceConfig
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.errors import ConfigError, UnsupportedError
@@ -228,7 +229,9 @@ class LatentAttentionConfig:
         )
 
 
-type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig | OwnMixer
+type MixerConfig = (
+    GroupedAttentionConfig | LatentAttentionConfig | GatedDeltaConfig | StateSpaceConfig | OwnMixer
+)
 """Config of a layer that mixes the positions of a sequence."""
 
 

@@ -17,6 +17,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.precision import StoredWeights
 from jaxinfra.config.preferences import PreferenceLoss
+from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.config.run import (
     LATENT_METHODS,
     AttentionImplementation,
@@ -255,6 +256,14 @@ def _validate_context(run: RunConfig) -> None:
         raise ConfigError(
             f"sequence_length={training.sequence_length} does not divide into 2 x context="
             f"{mesh.context} chunks, two a device; make it a multiple of {2 * mesh.context}"
+        )
+    recurrent = {
+        type(b.mixer).__name__ for b in run.model.blocks if isinstance(b.mixer, RecurrentConfig)
+    }
+    if recurrent:
+        raise ConfigError(
+            f"context={mesh.context} with {', '.join(sorted(recurrent))}: a device would need the "
+            "state after the parts of the sequence on the devices before it; use fsdp and tensor"
         )
     _validate_context_of_latents(run)
     mixers = [block.mixer for block in run.model.blocks]

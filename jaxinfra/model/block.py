@@ -24,9 +24,11 @@ from jaxinfra.config.model import (
     MlpConfig,
 )
 from jaxinfra.config.own import OwnLayer
+from jaxinfra.config.recurrent import GatedDeltaConfig, StateSpaceConfig
 from jaxinfra.model.dropout import dropout
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.experts import Experts
+from jaxinfra.model.gated_delta import GatedDelta
 from jaxinfra.model.grouped_attention import GroupedAttention
 from jaxinfra.model.latent_attention import LatentAttention
 from jaxinfra.model.lora import Adapter
@@ -34,6 +36,7 @@ from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass, joined, site_sums
 from jaxinfra.model.projection import Projection
+from jaxinfra.model.state_space import StateSpace
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import Deferred
 
@@ -43,6 +46,8 @@ type _Layer = Callable[[jax.Array | Deferred, Pass], LayerOutput]
 LAYERS: dict[type, Callable[..., Any]] = {
     GroupedAttentionConfig: GroupedAttention,
     LatentAttentionConfig: LatentAttention,
+    GatedDeltaConfig: GatedDelta,
+    StateSpaceConfig: StateSpace,
     MlpConfig: Mlp,
     ExpertsConfig: Experts,
 }

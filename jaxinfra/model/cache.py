@@ -1,4 +1,4 @@
-"""KV caches of past tokens, contiguous or in pages, and their number of elements.
+"""Caches of past tokens: keys and values, contiguous or in pages, and states; their elements.
 
 A cache stacks the arrays of all layers of one kind; ``in_layer`` selects one layer. Every layer
 appends to the same stacked buffer, and reads a view of it. A mixer's ``CacheSpec`` defines the
@@ -8,15 +8,17 @@ Dims: B batch, T new token, S slot, P page, M page of a row, L layers.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from jaxinfra.config.cache import SCALE, CacheFormat, CacheSpec
-from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.cache import SCALE, CacheFormat, CacheSpec, StateArray
+from jaxinfra.config.model import MixerConfig, ModelConfig
+from jaxinfra.config.own import OwnMixer
 from jaxinfra.ops.cached_attention import Pages, storage, stored_tokens
 
 
@@ -142,45 +144,116 @@ class PagedCache:
         )
 
 
+HELD = "held/"
+"""Prefix of arrays that a tentative pass keeps of its tokens, [L, B, T, ...]."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RowState:
-    """State of a fixed size that a mixer of a user's own keeps per row, of all tokens before."""
+class StateCache:
+    """State of all tokens before, of a size that does not grow, in a slot for each sequence.
 
-    arrays: dict[str, Shaped[Array, "L B ..."]]  # by the names of ``OwnMixer.state``
+    Without slot numbers row b has slot b. With them, a row's state is read from one slot and
+    written to another or the same; a number beyond the last slot writes nothing.
+    """
+
+    arrays: dict[str, Shaped[Array, "L S ..."]]  # by the CacheSpec's names
+    from_B: Int[Array, "B"] | None = None  # slots that the rows read
+    to_B: Int[Array, "B"] | None = None  # slots that they write
     layer: Int[Array | np.ndarray, ""] | None = None  # as in ContiguousCache
     is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    # Whether a pass holds its tokens apart and leaves the state as it is: how many of them count is
+    # known after it (``Decoder.settled``).
+    is_tentative: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @classmethod
     def zeros(
-        cls, shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, batch: int, dtype: jnp.dtype
-    ) -> "RowState":
+        cls,
+        arrays: Sequence[StateArray],
+        *,
+        num_layers: int,
+        num_slots: int,
+        accum: jnp.dtype,
+        compute: jnp.dtype,
+    ) -> "StateCache":
         """Makes the state before the first token: zeros."""
-        arrays = {n: jnp.zeros((num_layers, batch, *shape), dtype) for n, shape in shapes.items()}
-        return cls(arrays=arrays, is_empty=True)
+        stored = {
+            each.name: jnp.zeros(
+                (num_layers, num_slots, *each.shape), accum if each.is_sum else compute
+            )
+            for each in arrays
+        }
+        return cls(arrays=stored, is_empty=True)
 
     def read(self) -> dict[str, Shaped[Array, "B ..."]]:
         """Returns this layer's arrays, of each row after the tokens before this pass."""
-        return {name: stored[self.layer] for name, stored in self.arrays.items()}
+        place = self.layer if self.from_B is None else (self.layer, self.from_B)
+        kept = ((n, x) for n, x in self.arrays.items() if not n.startswith(HELD))
+        return {name: stored[place] for name, stored in kept}
 
-    def write(self, new: Mapping[str, Shaped[Array, "B ..."]]) -> "RowState":
+    def write(self, new: Mapping[str, Shaped[Array, "B ..."]]) -> "StateCache":
         """Returns the state with this layer's arrays after the tokens of this pass."""
-        arrays = {
-            name: stored.at[self.layer].set(new[name].astype(stored.dtype))
-            for name, stored in self.arrays.items()
+        place = self.layer if self.to_B is None else (self.layer, self.to_B)
+        written = {
+            name: self.arrays[name].at[place].set(x.astype(self.arrays[name].dtype), mode="drop")
+            for name, x in new.items()
         }
-        return dataclasses.replace(self, arrays=arrays)
+        return dataclasses.replace(self, arrays=self.arrays | written)
+
+    def hold(self, tokens: Mapping[str, Shaped[Array, "B T ..."]]) -> "StateCache":
+        """Returns the cache that also has these arrays of the pass's tokens, of this layer."""
+        num_layers, held = len(next(iter(self.arrays.values()))), {}
+        for name, x in tokens.items():
+            stack = self.arrays.get(HELD + name)
+            stack = jnp.zeros((num_layers, *x.shape), x.dtype) if stack is None else stack
+            held[HELD + name] = stack.at[self.layer].set(x)
+        return dataclasses.replace(self, arrays=self.arrays | held)
+
+    @property
+    def held(self) -> dict[str, Shaped[Array, "L B T ..."]]:
+        """Arrays that a tentative pass held, of all layers."""
+        return {
+            name.removeprefix(HELD): x for name, x in self.arrays.items() if name.startswith(HELD)
+        }
 
 
-type Cache = ContiguousCache | PagedCache
-"""The cache of all layers of one kind, or of one of them: append(new, positions) and view()."""
+def cache_spec(mixer: MixerConfig, model_dim: int) -> CacheSpec:
+    """Returns what a mixer keeps of past tokens; of a user's own mixer the state that it declares.
+
+    Raises:
+        UnsupportedError: a mixer of a user's own that declares none.
+    """
+    shapes = mixer.state(model_dim) if isinstance(mixer, OwnMixer) else None
+    if shapes is None:
+        return mixer.cache
+    return CacheSpec(
+        arrays=(),
+        state=tuple(
+            StateArray(name=name, shape=shape, dims=(None,) * len(shape))
+            for name, shape in shapes.items()
+        ),
+    )
 
 
-def in_layer(
-    cache: Cache,
+def placed_state(
+    arrays: Mapping[str, Shaped[Array, "L S ..."]], spec: CacheSpec, place: Callable[..., jax.Array]
+) -> dict[str, Shaped[Array, "L S ..."]]:
+    """Returns a state's arrays, sharded by their logical dims; ``place`` is an execution's."""
+    dims = {each.name: (None, None, *each.dims) for each in spec.state}
+    return {name: place(x, dims[name]) for name, x in arrays.items()}
+
+
+type TokenCache = ContiguousCache | PagedCache
+"""Entries per token, of all layers of one kind or of one: append(new, positions) and view()."""
+type Cache = TokenCache | StateCache
+"""The cache of all layers of one kind, or of one of them."""
+
+
+def in_layer[C: Cache](
+    cache: C,
     arrays: dict[str, Shaped[Array, "..."]],
     layer: Int[Array | np.ndarray, ""],
-) -> Cache:
+) -> C:
     """Returns the cache of one layer: the stacked arrays and the layer's index in them.
 
     Args:
@@ -189,7 +262,7 @@ def in_layer(
     return dataclasses.replace(cache, arrays=arrays, layer=layer)
 
 
-def with_pages(cache: Cache, arrays: Mapping[str, Shaped[Array, "..."]]) -> Cache:
+def with_pages(cache: TokenCache, arrays: Mapping[str, Shaped[Array, "..."]]) -> TokenCache:
     """Returns the cache with these arrays in place of its stored ones, by name."""
     stored = {name: arrays[name].reshape(x.shape) for name, x in cache.arrays.items()}
     return dataclasses.replace(cache, arrays=stored)
@@ -239,3 +312,16 @@ def cached_numbers(config: ModelConfig, num_tokens: int, *, evicted: bool) -> tu
         elements += repeats * cache.elements * kept
         scales += repeats * cache.scales * kept
     return elements, scales
+
+
+def recurrent_bytes(config: ModelConfig, *, accum: int = 4, compute: int = 2) -> int:
+    """Counts the bytes of all layers' states per sequence.
+
+    Args:
+        accum, compute: bytes per element of the dtypes that sums and other arrays have.
+    """
+    return sum(
+        repeats * math.prod(array.shape) * (accum if array.is_sum else compute)
+        for block, repeats in zip(config.blocks, config.repeats, strict=True)
+        for array in block.mixer.cache.state
+    )

@@ -20,13 +20,13 @@ from jaxinfra import axes
 from jaxinfra.axes import LAYERS
 from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
-from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
-from jaxinfra.model.cache import ContiguousCache, RowState, after_pass
+from jaxinfra.model.cache import StateCache, after_pass
 from jaxinfra.model.dropout import dropout
 from jaxinfra.model.embedding import Embedding
+from jaxinfra.model.empty_cache import empty_cache
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
 from jaxinfra.model.norm import Norm
@@ -176,36 +176,8 @@ class Decoder(nnx.Module):
         ).x
 
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
-        """Makes a contiguous cache of ``num_slots`` positions per row in the execution's format.
-
-        Of a user's own mixer that declares one it has the state before the first token.
-        """
-
-        def empty(block: BlockConfig, repeats: int) -> Any:
-            if isinstance(block.mixer, OwnMixer):
-                shapes = block.mixer.state(self.config.model_dim)
-                if shapes is not None:
-                    dtype = self.execution.policy.accum
-                    return RowState.zeros(shapes, num_layers=repeats, batch=batch, dtype=dtype)
-            spec = block.mixer.cache.repeated(self.execution.place.copies)
-            form = self.execution.cache_format
-            cache = ContiguousCache.zeros(
-                spec,
-                num_layers=repeats,
-                batch=batch,
-                num_slots=num_slots,
-                dtype=self.execution.policy.compute,
-                form=form,
-            )
-            stored = spec.stored_as(form).arrays
-            dims = {each.name: (None, axes.BATCH, None, *each.dims) for each in stored}
-            placed = {n: self.execution.place(x, dims[n]) for n, x in cache.arrays.items()}
-            return dataclasses.replace(cache, arrays=placed)
-
-        return tuple(
-            empty(block, repeats)
-            for block, repeats in zip(self.config.blocks, self.config.repeats, strict=True)
-        )
+        """Makes a contiguous cache of ``num_slots`` positions per row in the execution's format."""
+        return empty_cache(self.config, self.execution, batch=batch, num_slots=num_slots)
 
     @property
     def vocabulary_table(self) -> Float[Array, "V D"]:
@@ -333,6 +305,10 @@ class Decoder(nnx.Module):
         repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.recomputation.unroll)
         kinds = in_eight_bits(self.config, self.execution.policy, places)
         is_straight = repeats == 1 or self.execution.decode_form is not None
+        # A pass that holds its tokens hands on more arrays than it was given.
+        is_straight |= any(
+            isinstance(each, StateCache) and each.is_tentative for each in cache or ()
+        )
         if cache is not None and is_straight:
             blocks = self._blocks_at(places)
             with jax.named_scope("layer"):

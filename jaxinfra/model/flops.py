@@ -8,6 +8,7 @@ count (PaLM, arXiv 2204.02311, appendix B), and packed documents count as one se
 from collections.abc import Iterable
 
 from jaxinfra.config.model import LatentAttentionConfig, MixerConfig, ModelConfig
+from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.model.definition import ModelDefinition, ParameterInfo
 
 
@@ -37,7 +38,11 @@ def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> 
 
 
 def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float:
-    """Counts forward FLOPs per sequence and layer of attention's two matmuls, over all heads."""
+    """Counts forward FLOPs per sequence and layer of attention's two matmuls, over all heads; of a
+    mixer with a state, of reading and writing it token by token.
+    """
+    if isinstance(mixer, RecurrentConfig):
+        return length * mixer.token_flops
     pairs = visible_pairs(length, window=mixer.window, start=start)
     return 2.0 * pairs * (mixer.score_width + mixer.value_width)
 
@@ -101,5 +106,6 @@ def palm_flops_per_token(
     All parameters count, and every query counts as seeing every key. So attention counts at most
     twice as much as in ``training_flops_per_token``.
     """
-    widths = (block.mixer.score_width for block in config.layers)
+    mixers = (block.mixer for block in config.layers)
+    widths = (mixer.score_width for mixer in mixers if not isinstance(mixer, RecurrentConfig))
     return 6.0 * num_parameters + 12.0 * sum(widths) * sequence_length

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxinfra import axes
 from jaxinfra.config.model import GroupedAttentionConfig
-from jaxinfra.model.cache import Cache, with_pages
+from jaxinfra.model.cache import StateCache, TokenCache, with_pages
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.heads import clipped, head_norm, positioned, segments
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
@@ -101,6 +101,7 @@ class GroupedAttention(nnx.Module):
         """
         place = self.execution.place
         cache = given.cache
+        assert not isinstance(cache, StateCache), "CacheSpec"
         heads_BTNH = None if self.packed is None else self.packed(x_BTD)
         if heads_BTNH is not None and cache is not None and given.segment_ids_BT is None:
             appended = self._appended(heads_BTNH, given, cache)
@@ -138,7 +139,9 @@ class GroupedAttention(nnx.Module):
             out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH).astype(out_BTNH.dtype)
         return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
 
-    def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:
+    def _appended(
+        self, heads_BTNH: jax.Array, given: Pass, cache: TokenCache
+    ) -> LayerOutput | None:
         """Output if the packed product is appended to the cache directly; None if its parts are
         apart.
         """
@@ -160,7 +163,7 @@ class GroupedAttention(nnx.Module):
             out_BTNH = self._decoded(q_BTNH, given, cache)
         return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
 
-    def _decoded(self, q_BTNH: jax.Array, given: Pass, cache: Cache) -> jax.Array:
+    def _decoded(self, q_BTNH: jax.Array, given: Pass, cache: TokenCache) -> jax.Array:
         """Attention of queries over a cache that already holds their tokens."""
         return self.execution.kernels.decode(
             q_BTNH,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxinfra import axes
 from jaxinfra.config.model import LatentAttentionConfig
-from jaxinfra.model.cache import Cache
+from jaxinfra.model.cache import StateCache, TokenCache
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
@@ -107,6 +107,7 @@ class LatentAttention(nnx.Module):
             key_BTP = apply_rope(key_BTP[:, :, None], given.rope, pairs=pairs)[:, :, 0]
         q_BTNH = self.execution.place(q_BTNH, _HEADS)
         cache = given.cache
+        assert not isinstance(cache, StateCache), "CacheSpec"
         if cache is not None:
             cache = cache.append({"latent": latent_BTR, "rotated_key": key_BTP}, given.positions_BT)
             # As in GroupedAttention: read back or not, the same.
@@ -148,7 +149,7 @@ class LatentAttention(nnx.Module):
             segment_ids_BT=given.segment_ids_BT,
         )
 
-    def _decode(self, q_BTNH: jax.Array, cache: Cache, given: Pass) -> jax.Array:
+    def _decode(self, q_BTNH: jax.Array, cache: TokenCache, given: Pass) -> jax.Array:
         """Attention to the cached latents themselves: what would rebuild keys multiplies queries,
         what would rebuild values multiplies the result (section 2.1.2 there).
         """

@@ -15,6 +15,7 @@ import jax
 from jaxinfra import axes
 from jaxinfra.errors import ConfigError, UnsupportedError, nearest
 from jaxinfra.hf import quantization_of
+from jaxinfra.model.cache import recurrent_bytes
 from jaxinfra.model.definition import ParameterInfo, by_path, define_model, is_weight
 from jaxinfra.ops.quantized import (
     MOST_ROWS_MEASURED,
@@ -233,10 +234,13 @@ def memory_needs(model: PlannedModel, device: Device, serving: Serving) -> Memor
     logits = 2 * options.chunk_sizes[-1] * config.vocab_size * 4
     page = options.page_size * kv_bytes_per_token(model, serving.cache)
     page *= cache_copies(model, serving.devices)
+    slots, shards = options.limits(config).num_state_slots, serving.devices
     return MemoryNeeds(
         weight_bytes=math.ceil(weight_bytes(model, device, serving) / serving.devices),
         temporary_bytes=math.ceil((activations + logits) / serving.devices),
-        state_bytes=options.max_running * config.vocab_size * 8,
+        state_bytes=math.ceil(
+            options.max_running * config.vocab_size * 8 + slots * recurrent_bytes(config) / shards
+        ),
         page_bytes=math.ceil(page / serving.devices),
     )
 
@@ -253,13 +257,13 @@ def cache_copies(model: PlannedModel, devices: int) -> float:
     KV heads are split over the devices, and repeated if there are fewer heads than devices.
     Latents belong to all heads, so each device holds them.
     """
-    heads = min(
+    heads = [
         size
         for block in model.config.blocks
         for array in block.mixer.cache.arrays
         for size in [dict(zip(array.dims, array.shape, strict=True)).get(axes.KV_HEADS, 1)]
-    )
-    return devices / min(devices, heads)
+    ]
+    return devices / min([devices, *heads])
 
 
 def cached_bytes(model: PlannedModel, serving: Serving, *, batch: int, context: int) -> float:

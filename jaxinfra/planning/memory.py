@@ -9,7 +9,7 @@ from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.model.cache import cached_numbers
+from jaxinfra.model.cache import cached_numbers, recurrent_bytes
 from jaxinfra.parallel.exchange import buffer_sizes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
@@ -44,8 +44,11 @@ def kv_bytes_per_token(model: PlannedModel, cache_format: str = "bf16") -> float
 
 
 def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str = "bf16") -> float:
-    """Returns the bytes of ``batch`` KV caches of ``context`` tokens; windowed layers need less."""
-    return batch * _bytes(*cached_numbers(model.config, context, evicted=True), cache_format)
+    """Returns the bytes of ``batch`` caches of ``context`` tokens: keys and values, of which layers
+    with windows keep fewer, and states, whose size does not grow.
+    """
+    tokens = _bytes(*cached_numbers(model.config, context, evicted=True), cache_format)
+    return batch * (tokens + recurrent_bytes(model.config))
 
 
 def _bytes(elements: int, scales: int, cache_format: str) -> float:
@@ -55,7 +58,10 @@ def _bytes(elements: int, scales: int, cache_format: str) -> float:
 
 def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
     """Compares the model's KV cache size with other numbers of KV heads and other formats."""
-    layers, mixer = model.config.num_layers, model.layers[0].mixer
+    mixers = [block.mixer for block in model.config.layers if block.mixer.cache.arrays]
+    if not mixers:
+        return []  # states do not grow with the context
+    layers, mixer = len(mixers), mixers[0]
     heads, kv_heads = mixer.num_q_heads, mixer.num_kv_heads
     one = layers * 2.0 * mixer.value_width / heads
     forms = {"MHA": heads * one, "MQA": one}

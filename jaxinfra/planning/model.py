@@ -13,6 +13,7 @@ from jaxinfra.config.model import (
     ModelConfig,
 )
 from jaxinfra.config.presets import MODELS
+from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.hf import from_hf_config
 from jaxinfra.model import flops
@@ -50,7 +51,7 @@ class LayerKind:
     def kv_width(self) -> int:
         """Width of the keys and values that attention reads per token, over all KV heads."""
         mixer = self.mixer
-        if mixer.num_kv_heads == mixer.num_q_heads:
+        if mixer.num_kv_heads == mixer.num_q_heads or isinstance(mixer, RecurrentConfig):
             return mixer.score_width + mixer.value_width
         return mixer.cache.elements
 

@@ -42,6 +42,7 @@ class Device:
         self.pages = collections.defaultdict(dict)
         self.host = {}
         self.last = {}
+        self.states = {scheduler.limits.empty_state: ()}  # a state is all tokens before
 
     def run(self, plan, *, num_referenced):
         for page, slot in plan.saves:
@@ -53,6 +54,9 @@ class Device:
             self.pages[page] = {}
         for slot, page in plan.restores:
             self.pages[page] = dict(self.host[slot])
+        for source, target in plan.states:
+            assert target in self.scheduler.limits.snapshot_slots
+            self.states[target] = self.states[source]
         return [(row, self.row(row, num_referenced)) for row in plan.rows]
 
     def row(self, row, num_referenced):
@@ -76,6 +80,11 @@ class Device:
         held = 0
         while held < row.num_drafts and ids[held + 1] == tokens[held]:
             held += 1
+        if self.scheduler.limits.has_states:
+            before = tuple((row.stream.kind, token) for token in seen[: row.start])
+            assert self.states[row.state] == before, "states of other tokens"
+            kept = row.start + (1 + held if row.num_drafts else row.count)
+            self.states[row.slot] = tuple((row.stream.kind, token) for token in seen[:kept])
         if row.is_sampled:
             self.last[row.slot] = tokens[held]
         return tokens, held, is_bad
@@ -93,6 +102,14 @@ def check_invariants(scheduler):
     for slot in range(scheduler.limits.num_host_pages):
         assert scheduler.host._users[slot] == kept[slot]
     assert scheduler.host.num_used == len(kept)
+
+
+def check_snapshots(scheduler):
+    """Each slot is free, or held by a page of the tree; without requests by nobody else."""
+    snapshots = scheduler.snapshots
+    kept = [each.slot for each in snapshots._kept.values()]
+    assert sorted([*snapshots._free, *kept]) == [*scheduler.limits.snapshot_slots]
+    assert all(page in scheduler.tree for page in snapshots._kept)
 
 
 def run(scheduler, arrivals, *, cancels=(), delay=1):
@@ -177,19 +194,22 @@ def requests(ids):
 
 def limits():
     return st.builds(
-        lambda pages, size, share, long, host: dataclasses.replace(
+        lambda pages, size, share, long, host, snapshots: dataclasses.replace(
             LIMITS,
             num_pages=pages,
             page_size=size,
             share_prefixes=share,
             long_context=long,
-            num_host_pages=host,
+            num_host_pages=0 if snapshots else host,
+            has_states=snapshots > 0,
+            num_snapshots=snapshots,
         ),
         st.integers(12, 24),
         st.sampled_from([4, 5]),
         st.booleans(),
         st.sampled_from([None, 9, 20]),
         st.sampled_from([0, 3, 100]),
+        st.sampled_from([0, 1, 2, 6]),
     )
 
 
@@ -216,6 +236,7 @@ def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num
     assert scheduler.allocator.num_in_use == 0
     assert scheduler.allocator.num_idle == len(scheduler.tree)
     assert scheduler.host.num_used == 0
+    check_snapshots(scheduler)
 
 
 @hypothesis.given(
@@ -226,12 +247,19 @@ def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num
     ),
     cancels=st.lists(st.integers(0, 30), max_size=3),
     num_host_pages=st.sampled_from([0, 3, 100]),
+    num_snapshots=st.sampled_from([0, 3]),
     num_drafts=st.sampled_from([0, 3]),
 )
 @hypothesis.settings(max_examples=60)
-def test_poison_stays_with_its_request(arrivals, cancels, num_host_pages, num_drafts):
+def test_poison_stays_with_its_request(
+    arrivals, cancels, num_host_pages, num_snapshots, num_drafts
+):
     limits = dataclasses.replace(
-        LIMITS, num_host_pages=num_host_pages, max_step_tokens=24 + 4 * num_drafts
+        LIMITS,
+        num_host_pages=0 if num_snapshots else num_host_pages,
+        has_states=num_snapshots > 0,
+        num_snapshots=num_snapshots,
+        max_step_tokens=24 + 4 * num_drafts,
     )
     propose = NgramLookup(num_drafts=num_drafts) if num_drafts else None
     scheduler = Scheduler(limits, propose=propose)
@@ -356,3 +384,20 @@ def test_what_the_host_keeps_is_not_computed_again():
         return sum(counts)
 
     assert computed(100) == 4 * (8 + 16 - 1) < computed(2) < computed(0)
+
+
+def test_requests_go_on_from_where_others_left_their_prefix():
+    """The second request finds where the two part, waits there, and both others save the prefix."""
+    limits = dataclasses.replace(
+        LIMITS, num_pages=40, max_positions=60, has_states=True, num_snapshots=4
+    )
+    scheduler, prefix = Scheduler(limits), tuple(hash((7, i)) % 4 for i in range(22))
+    prompts = [(*prefix, *ends) for ends in ((0, 1, 2), (1, 1, 1), (2, 0, 3), (3, 2, 2))]
+    arrivals = [(place, request(*prompt)) for place, prompt in enumerate(prompts)]
+    results = run(scheduler, arrivals)
+    assert [results[place] for place in range(4)] == [continued(p, 4) for p in prompts]
+    assert scheduler.snapshots.num_used == 3
+    stream = RequestStream(number=9, request=request(*prompts[0]), tokens=[*prompts[0]], limit=0)
+    scheduler.add(stream)
+    scheduler.plan()
+    assert stream.num_cached == 20

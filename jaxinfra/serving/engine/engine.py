@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
-from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.options import EngineOptions
@@ -147,6 +147,20 @@ class _Told:
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
 
 
+def _check_draft(model: Decoder, draft: Decoder) -> None:
+    """Raises an error if a model cannot draft tokens for another."""
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise ConfigError(
+            f"the draft model's vocabulary is {draft.config.vocab_size}, the model's "
+            f"{model.config.vocab_size}; draft with a model of the same tokenizer"
+        )
+    if any(block.mixer.cache.state for block in draft.config.blocks):
+        raise UnsupportedError(
+            "a draft model whose layers keep a state: rejected drafts would stay in it; draft with "
+            "a model of attention alone, or without one (n-grams)"
+        )
+
+
 @final
 class Engine:
     """Continuous batching of generation requests over one paged KV cache.
@@ -187,11 +201,8 @@ class Engine:
         self.num_ids = self.vocab_size if num_ids is None else num_ids
         if not 1 <= self.num_ids <= self.vocab_size:
             raise ConfigError(f"num_ids={num_ids} must be in 1..{self.vocab_size}")
-        if draft is not None and draft.config.vocab_size != self.vocab_size:
-            raise ConfigError(
-                f"the draft model's vocabulary is {draft.config.vocab_size}, the model's "
-                f"{self.vocab_size}; draft with a model of the same tokenizer"
-            )
+        if draft is not None:
+            _check_draft(model, draft)
         self.tokenizer = tokenizer
         models = [model] if draft is None else [model, draft]
         limits = options.limits(

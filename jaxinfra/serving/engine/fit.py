@@ -31,7 +31,7 @@ class MemoryNeeds:
 
     def pages(self, budget_bytes: float) -> int:
         """Returns how many pages fit into a device's budget beside all else; at least 0."""
-        return max(0, int((budget_bytes - self.fixed_bytes) // self.page_bytes))
+        return max(0, int((budget_bytes - self.fixed_bytes) // max(1, self.page_bytes)))
 
 
 def fitted_limits(

@@ -28,6 +28,7 @@ _OF_STEP = (
     "context",  # tokens of its request so far, prompt included
     "key_position",  # of its first sampled token, from which the PRNG key is derived
     "is_sampled",  # 1: it samples a token that the engine uses; chunks in a prompt's middle do not
+    "state",  # slot of the states before its first token
 )
 FIELDS = (
     *_OF_REQUEST,
@@ -76,6 +77,7 @@ class RowWriter:
         width = len(FIELDS) + limits.table_width
         self._kept_SC = np.zeros((limits.max_running + 1, width), np.int32)
         self._kept_SC[self._padding, 0] = self._padding
+        self._kept_SC[self._padding, FIELDS.index("state")] = limits.empty_state
         # Of whom it is kept, by slot: a request, and its pages.
         self._known: list[tuple[RequestStream | None, tuple[int, ...]]]
         self._known = [(None, ())] * limits.max_running
@@ -108,7 +110,14 @@ class RowWriter:
         if rows:
             first = len(_OF_REQUEST)
             numbers_BC[:count, first : first + len(_OF_STEP)] = [
-                (r.start, r.count, r.context, r.start + r.count - r.num_drafts, r.is_sampled)
+                (
+                    r.start,
+                    r.count,
+                    r.context,
+                    r.start + r.count - r.num_drafts,
+                    r.is_sampled,
+                    r.state,
+                )
                 for r in rows
             ]
             if length == 1:

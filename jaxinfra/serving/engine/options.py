@@ -29,6 +29,8 @@ class EngineOptions:
     chunk_sizes: tuple[int, ...] = (16, 64, 256)  # allowed chunk lengths, in tokens per row
     max_piece_rows: int = 4  # most prompts per device call
     share_prefixes: bool = True
+    # Copies of layers' states after prefixes, from which requests go on; None: 2 x max_running.
+    num_snapshots: int | None = None
     num_drafts: int = 0  # draft tokens per step, from the draft model or, without one, from n-grams
     preemption: Preemption = Preemption.RECOMPUTE
     host_bytes: int = 4 << 30  # host memory for pages, with Preemption.HOST
@@ -43,6 +45,8 @@ class EngineOptions:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction={self.memory_fraction} must be above 0, at most 1")
+        if self.num_snapshots is not None and self.num_snapshots < 0:
+            raise ConfigError(f"num_snapshots={self.num_snapshots} must be at least 0, or none")
         if self.num_drafts < 0:
             raise ConfigError(f"num_drafts={self.num_drafts} must be at least 0")
         if (
@@ -70,6 +74,18 @@ class EngineOptions:
         sizes = [batch_shards]
         while sizes[-1] < max_running:
             sizes.append(min(max_running, sizes[-1] * (4 if sizes[-1] < 64 else 2)))
+        has_states = any(block.mixer.cache.state for block in config.blocks)
+        shares, num_snapshots = self.share_prefixes, 0
+        if has_states and shares:
+            wanted = self.num_snapshots
+            num_snapshots = 2 * max_running if wanted is None else wanted
+            shares = num_snapshots > 0
+        if has_states and self.preemption is Preemption.HOST:
+            raise ConfigError(
+                f"preemption={self.preemption.value} with layers that keep a state: the host keeps "
+                f"pages only; take preemption={Preemption.RECOMPUTE.value!r}, which goes on from "
+                "the latest snapshot"
+            )
         return SchedulerLimits(
             num_pages=1 + max_running * pages if self.num_pages is None else self.num_pages,
             page_size=self.page_size,
@@ -79,7 +95,9 @@ class EngineOptions:
             row_sizes=tuple(sizes),
             chunk_sizes=self.chunk_sizes,
             max_piece_rows=self.max_piece_rows,
-            share_prefixes=self.share_prefixes,
+            share_prefixes=shares,
+            has_states=has_states,
+            num_snapshots=num_snapshots,
             long_context=original_context(config),
             num_drafts=self.num_drafts if has_draft else 0,
         )

@@ -28,6 +28,8 @@ class SchedulerLimits:
     long_context: int | None = None  # tokens beyond which LongRoPE rotates keys differently
     num_drafts: int = 0  # tokens proposed by a draft model for each step
     num_host_pages: int = 0  # of preempted requests, kept by the host; 0: they are computed again
+    has_states: bool = False  # layers keep a state per request, in the request's slot
+    num_snapshots: int = 0  # copies of states after prefixes, from which requests go on
 
     def __post_init__(self) -> None:
         least = self.max_running * (1 + self.num_drafts) + self.chunk_sizes[0]
@@ -53,6 +55,22 @@ class SchedulerLimits:
     def table_width(self) -> int:
         """Number of pages that the longest possible request needs."""
         return -(-self.context // self.page_size)
+
+    @property
+    def empty_state(self) -> int:
+        """Slot of the state before the first token, which is never written."""
+        return self.max_running
+
+    @property
+    def snapshot_slots(self) -> range:
+        """Slots of snapshots of states; they come last."""
+        first = self.max_running + 1
+        return range(first, first + self.num_snapshots)
+
+    @property
+    def num_state_slots(self) -> int:
+        """Number of slots of states: requests', the empty state's and snapshots'."""
+        return self.max_running + 1 + self.num_snapshots
 
     def rows(self, number: int) -> int:
         """Returns the smallest compiled batch size with at least ``number`` rows."""
@@ -83,6 +101,7 @@ class PlannedRow(NamedTuple):
     context: int  # tokens of the request so far, prompt included
     num_drafts: int = 0  # number of trailing input tokens that are drafts to verify
     targets: tuple[int, ...] = ()  # next token after each input token, if the prompt is scored
+    state: int = 0  # slot of the states before its first token, in a model that has states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +112,7 @@ class StepPlan:
     copies: list[tuple[int, int]]  # pages, from and to
     zeros: list[int]  # pages to fill with zeros
     restores: list[tuple[int, int]]  # the host's slots, and the pages that they go to
+    states: list[tuple[int, int]]  # slots of states to copy, from and to
     chunks: list[PlannedRow]
     chunk_length: int
     decodes: list[PlannedRow]
@@ -110,8 +130,9 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step has no rows and no pages to move or clear."""
-        return not (self.saves or self.zeros or self.copies or self.restores or self.rows)
+        """Whether the step has no rows, and nothing to move or clear."""
+        moved = self.saves or self.zeros or self.copies or self.restores or self.states
+        return not (moved or self.rows)
 
 
 class RowSample(NamedTuple):

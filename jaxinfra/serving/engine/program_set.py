@@ -51,6 +51,7 @@ class ProgramKey:
 
 EMPTY = ProgramKey(name="empty", rows=1)
 COPY = ProgramKey(name="copy", rows=PAGES_AT_ONCE)
+KEEP = ProgramKey(name="keep", rows=1)
 SAVE = ProgramKey(name="save", rows=PAGES_AT_ONCE)
 RESTORE = ProgramKey(name="restore", rows=PAGES_AT_ONCE)
 MASK = ProgramKey(name="mask", rows=1)
@@ -86,6 +87,8 @@ def listed_programs(
         ]
     if limits.num_host_pages:
         keys += [SAVE, RESTORE]
+    if limits.num_snapshots:
+        keys.append(KEEP)
     keys += [EMPTY, COPY, history_program(limits), MASK]
     first = first_programs(keys)
     first = (EMPTY, *(key for key in first if key != EMPTY))

@@ -18,9 +18,11 @@ from jaxtyping import Array, Int, Shaped, UInt32
 from jaxinfra import axes
 from jaxinfra.config.model import MixerConfig, ModelConfig
 from jaxinfra.model.adapters import with_chosen
-from jaxinfra.model.cache import PagedCache
-from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.cache import PagedCache, StateCache, placed_state
+from jaxinfra.model.decoder import Decoder, KVCache
+from jaxinfra.model.empty_cache import empty_state
 from jaxinfra.model.execution import Execution
+from jaxinfra.model.recurrence import settled
 from jaxinfra.serving.engine.inputs import RowInputs
 from jaxinfra.serving.sampling import (
     MOST_LOGPROBS,
@@ -108,6 +110,7 @@ class DeviceState:
 
     pools: Pools
     draft_pools: Pools  # empty without a draft model
+    states: Pools  # of each block whose mixer keeps a state, by slot; empty dicts for the others
     last_S: Int[Array, "S"]  # the last token sampled in each slot
     masks_SW: UInt32[Array, "S W"]  # which ids a request's structure allows next
     history: TokenHistory  # of each slot, as far as its request has penalties
@@ -132,6 +135,14 @@ def empty_pools(
         )
         pools.append(_placed(cache.arrays, block.mixer, execution))
     return tuple(pools)
+
+
+def empty_states(config: ModelConfig, execution: Execution, *, num_slots: int) -> Pools:
+    """Makes the states before the first token in ``num_slots`` slots. Call it under jit."""
+    return tuple(
+        empty_state(block.mixer.cache, execution, num_layers=repeats, num_slots=num_slots)
+        for block, repeats in zip(config.blocks, config.repeats, strict=True)
+    )
 
 
 def page_bytes(config: ModelConfig, execution: Execution, page_size: int) -> int:
@@ -196,13 +207,15 @@ def _taken_in(
     ids_BT = _known_ids(state, rows)
     positions_BT = _positions(rows, ids_BT.shape[1])
     model = _model(weights, rows, config)
-    x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
-    state = dataclasses.replace(state, pools=pools)
+    cache = _cache(model, state.pools, rows, states=state.states, is_fresh=is_fresh)
+    x_BTD, cache = _run(model, cache, ids_BT, positions_BT, rows)
+    pools, states = _stored(model, cache)
+    state = dataclasses.replace(state, pools=pools, states=states)
     if config.draft is not None:
         draft = weights.drafting(config.draft)
-        drafts = state.draft_pools
-        _, drafts = _run(draft, drafts, ids_BT, positions_BT, rows, is_fresh=is_fresh)
-        state = dataclasses.replace(state, draft_pools=drafts)
+        cache = _cache(draft, state.draft_pools, rows, is_fresh=is_fresh)
+        _, cache = _run(draft, cache, ids_BT, positions_BT, rows)
+        state = dataclasses.replace(state, draft_pools=_stored(draft, cache)[0])
     return x_BTD, state
 
 
@@ -271,7 +284,8 @@ def verify(
         draft = weights.drafting(config.draft)
         ids_BT, draft_pools = _drafted(draft, draft_pools, ids_BT[:, 0], rows, length, config)
     positions_BT = _positions(rows, length)
-    x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=False)
+    cache = _cache(model, state.pools, rows, states=state.states, is_tentative=True)
+    x_BTD, cache = _run(model, cache, ids_BT, positions_BT, rows)
     logits_BTV = _logits(model, x_BTD, config)
     is_there_BT = positions_BT >= 0
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BTV) | ~is_there_BT[:, :, None], axis=(1, 2))
@@ -285,10 +299,12 @@ def verify(
     num_held_B = jnp.sum(jnp.cumprod(holds_BT.astype(jnp.int32), axis=1), axis=1)
     last_B = jnp.take_along_axis(tokens_BT, num_held_B[:, None], axis=1)[:, 0]
     slots_B = jnp.where(rows.field("is_sampled") != 0, rows.field("slot"), state.last_S.shape[0])
+    pools, states = _stored(model, settled(cache, 1 + num_held_B))
     state = dataclasses.replace(
         state,
         pools=pools,
         draft_pools=draft_pools,
+        states=states,
         last_S=state.last_S.at[slots_B].set(last_B, mode="drop"),
     )
     held_B1 = jnp.where(is_bad_B, -1, num_held_B)[:, None]
@@ -332,28 +348,57 @@ def _positions(rows: RowInputs, length: int) -> jax.Array:
     return jnp.where(offsets_1T < rows.field("count")[:, None], positions_BT, -1)
 
 
-def _run(
+def _cache(
     model: Decoder,
     pools: Pools,
-    ids_BT: jax.Array,
-    positions_BT: jax.Array,
     rows: RowInputs,
     *,
-    is_fresh: bool,
-) -> tuple[jax.Array, Pools]:
-    tables_BM = jnp.asarray(rows.tables_BM)
-    form = model.execution.cache_format
-    cache = tuple(
-        PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh, format=form)
-        for pool in pools
-    )
+    states: Pools | None = None,
+    is_fresh: bool = False,
+    is_tentative: bool = False,
+) -> KVCache:
+    """Returns the rows' cache of each block: pages, or states in slots.
+
+    Args:
+        is_tentative: states stay as they are until the number of tokens that count is known.
+    """
+    tables_BM, form = jnp.asarray(rows.tables_BM), model.execution.cache_format
+    caches: list[PagedCache | StateCache] = []
+    for number, (block, pool) in enumerate(zip(model.config.blocks, pools, strict=True)):
+        if not block.mixer.cache.state:
+            caches.append(
+                PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh, format=form)
+            )
+            continue
+        assert states is not None, "a draft model has none"
+        arrays = states[number]
+        num_slots = next(iter(arrays.values())).shape[1]
+        # Padding reads the empty state, and writes nowhere.
+        to_B = jnp.where(rows.field("count") > 0, rows.field("slot"), num_slots)
+        from_B = rows.field("state")
+        caches.append(
+            StateCache(arrays=arrays, from_B=from_B, to_B=to_B, is_tentative=is_tentative)
+        )
+    return tuple(caches)
+
+
+def _run(
+    model: Decoder, cache: KVCache, ids_BT: jax.Array, positions_BT: jax.Array, rows: RowInputs
+) -> tuple[jax.Array, KVCache]:
     contexts_B = rows.field("context")
     out = model.run(ids_BT, positions=positions_BT, cache=cache, contexts=contexts_B)
-    stored = tuple(
-        _placed(each.arrays, block.mixer, model.execution)
-        for each, block in zip(out.cache, model.config.blocks, strict=True)
-    )
-    return out.x, stored
+    return out.x, out.cache
+
+
+def _stored(model: Decoder, cache: KVCache) -> tuple[Pools, Pools]:
+    """Returns the pages and the states of each block, sharded as they are kept."""
+    pools, states = [], []
+    for each, block in zip(cache, model.config.blocks, strict=True):
+        spec, is_state = block.mixer.cache, isinstance(each, StateCache)
+        pools.append({} if is_state else _placed(each.arrays, block.mixer, model.execution))
+        placed = placed_state(each.arrays, spec, model.execution.place) if is_state else {}
+        states.append(placed)
+    return tuple(pools), tuple(states)
 
 
 def _drafted(
@@ -373,7 +418,8 @@ def _drafted(
         ids_B, pools = carry
         is_there_B = offset < rows.field("count")
         positions_B1 = jnp.where(is_there_B, rows.field("start") + offset, -1)[:, None]
-        x_B1D, pools = _run(draft, pools, ids_B[:, None], positions_B1, rows, is_fresh=False)
+        x_B1D, cache = _run(draft, _cache(draft, pools, rows), ids_B[:, None], positions_B1, rows)
+        pools, _ = _stored(draft, cache)
         logits_BV = _logits(draft, x_B1D, config)[:, 0]
         # Drafts that are not finite are judged as any others.
         logits_BV = jnp.where(jnp.isfinite(logits_BV), logits_BV, 0.0)
@@ -428,6 +474,12 @@ def copy_pages(state: DeviceState, from_N: Int[Array, "N"], to_N: Int[Array, "N"
     last.
     """
     return write_pages(state, to_N, read_pages(state, from_N))
+
+
+def copy_states(state: DeviceState, from_N: Int[Array, "N"], to_N: Int[Array, "N"]) -> DeviceState:
+    """Returns the state with layers' states copied between slots."""
+    states = jax.tree.map(lambda stored: stored.at[:, to_N].set(stored[:, from_N]), state.states)
+    return dataclasses.replace(state, states=states)
 
 
 def read_pages(state: DeviceState, from_N: Int[Array, "N"]) -> MovedPages:

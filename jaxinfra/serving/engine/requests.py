@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxinfra.serving.engine.states import Snapshot
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
 
@@ -116,6 +117,13 @@ class RequestStream:
     slot: int | None = None  # where the device keeps its last token; None: it is not running
     num_cached: int = 0
     saved: HostCopy | None = None  # host copy of its pages while it is preempted
+    # In a model with states: the snapshot that its next row goes on from, the newest that was taken
+    # of it, and the numbers of tokens after which others want one.
+    begins_from: Snapshot | None = None
+    snapshot: Snapshot | None = None
+    wanted: set[int] = dataclasses.field(default_factory=set)
+    # First tokens in common with running requests, by their numbers, while it waits.
+    common: dict[int, int] = dataclasses.field(default_factory=dict)
     is_over: bool = False
     is_plain: bool = dataclasses.field(init=False)  # as the request
 

@@ -36,6 +36,7 @@ from jaxinfra.serving.engine.plan import (
 from jaxinfra.serving.engine.program_set import (
     COPY,
     EMPTY,
+    KEEP,
     MASK,
     RESTORE,
     SAVE,
@@ -62,7 +63,7 @@ from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, Toke
 MOST_BIASES = 300
 """Most token ids in a request's ``logit_bias``, the limit of OpenAI's API."""
 
-_OF_STATE_ALONE = ("copy", "restore", "mask", "history")
+_OF_STATE_ALONE = ("copy", "keep", "restore", "mask", "history")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +218,8 @@ class ModelRunner:
         self._copy(plan.copies)
         self._copy([(NULL_PAGE, page) for page in plan.zeros])
         self._restore(plan.restores)
+        for pair in plan.states:
+            self.call(KEEP, *np.array(pair, np.int32).reshape(2, 1))
         for slot, mask_W in masks.items():
             # Ids beyond those that are drawn, and those that the structure does not know: not now.
             words_1W = np.zeros((1, self._mask_words), np.uint32)
@@ -373,6 +376,8 @@ class ModelRunner:
         match key.name:
             case "copy":
                 function, arguments = programs.copy_pages, (state, indices, indices)
+            case "keep":
+                function, arguments = programs.copy_states, (state, indices, indices)
             case "save":
                 function, arguments = programs.read_pages, (state, indices)
             case "restore":
@@ -433,10 +438,11 @@ def _empty_state(
         programs.empty_pools(*each, num_pages=limits.num_pages, page_size=limits.page_size)
         for each in models
     ]
-    words = -(-num_ids // WORD_BITS)
+    words, num_slots = -(-num_ids // WORD_BITS), limits.num_state_slots
     return DeviceState(
         pools=pools[0],
         draft_pools=pools[1] if len(pools) > 1 else (),
+        states=programs.empty_states(*models[0], num_slots=num_slots),
         last_S=jnp.zeros(limits.max_running, jnp.int32),
         masks_SW=jnp.zeros((limits.max_running, words), jnp.uint32),
         history=TokenHistory.empty(batch=limits.max_running, num_ids=num_ids),

@@ -9,12 +9,14 @@ up its pages, and later recomputes its tokens or restores its pages from the hos
 import bisect
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from typing import final
 
 from jaxinfra.serving.engine.pages import HostPages, PageAllocator, PrefixTree
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
 from jaxinfra.serving.engine.requests import RequestStream
+from jaxinfra.serving.engine.states import Snapshots
 
 
 @final
@@ -34,7 +36,8 @@ class Scheduler:
         self.limits = limits
         self.allocator = PageAllocator(limits.num_pages)
         self.host = HostPages(limits.num_host_pages, page_size=limits.page_size)
-        self.tree = PrefixTree(self.allocator, page_size=limits.page_size, removed=self.host.forget)
+        self.tree = PrefixTree(self.allocator, page_size=limits.page_size, removed=self._removed)
+        self.snapshots = Snapshots(limits.snapshot_slots)
         self.waiting: list[RequestStream] = []
         self.running: list[RequestStream] = []
         self.num_preemptions = 0
@@ -42,6 +45,7 @@ class Scheduler:
         self._propose = propose
         self._saves: list[tuple[int, int]] = []  # of the step that is being planned
         self._restores: list[tuple[int, int]] = []
+        self._states: list[tuple[int, int]] = []
         self._planned: set[RequestStream] = set()
         # How many drafts hold is known when they are read.
         self._speculates = propose is not None or limits.num_drafts > 0
@@ -57,12 +61,13 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Plans the next step, and updates the requests' state as if the step were done."""
         self._planned.clear()
-        self._saves, self._restores = [], []
+        self._saves, self._restores, self._states = [], [], []
         plan = StepPlan(
             saves=self._saves,
             copies=[],
             zeros=[],
             restores=self._restores,
+            states=self._states,
             chunks=[],
             chunk_length=0,
             decodes=[],
@@ -143,6 +148,7 @@ class Scheduler:
         assert stream.slot is not None
         self._planned.add(stream)
         start = stream.computed
+        state = self._state_before(stream) if self.limits.has_states else 0
         return PlannedRow(
             stream=stream,
             slot=stream.slot,
@@ -157,7 +163,53 @@ class Scheduler:
                 if stream.request.scores_prompt
                 else ()
             ),
+            state=state,
         )
+
+    def _state_before(self, stream: RequestStream) -> int:
+        """Returns the slot of the states that a row goes on from, and keeps them where wanted."""
+        begins_from, stream.begins_from = stream.begins_from, None
+        if stream.computed == 0:
+            return self.limits.empty_state
+        if begins_from is not None:
+            return begins_from.slot
+        assert stream.slot is not None
+        self._take_snapshot(stream, stream.slot)
+        return stream.slot
+
+    def _take_snapshot(self, stream: RequestStream, slot: int) -> None:
+        """Keeps a request's states if its tokens end with a page; the latest of each suffices,
+        beside those that others go on from.
+        """
+        at, old = stream.computed, stream.snapshot
+        is_shared = self.limits.share_prefixes and not stream.request.scores_prompt
+        if not is_shared or at % self.limits.page_size:
+            return
+        if (
+            old is not None
+            and not old.is_used
+            and (old.page is None or self.snapshots.is_kept(old))
+        ):
+            self.snapshots.drop(old)
+        stream.snapshot = new = self.snapshots.take(at)
+        if new is not None:
+            new.is_used = at in stream.wanted
+            self._states.append((slot, new.slot))
+            self._attach(stream)
+
+    def _attach(self, stream: RequestStream) -> None:
+        """Lets the prefix tree hold a request's newest snapshot, once it has the pages before."""
+        new, size = stream.snapshot, self.limits.page_size
+        if new is None or new.page is not None or new.num_tokens > stream.num_registered * size:
+            return
+        page = stream.pages[new.num_tokens // size - 1]
+        if page in self.tree:  # not forgotten meanwhile
+            stream.snapshot = self.snapshots.attach(new, page)
+
+    def _removed(self, page: int) -> None:
+        """Forgets what is kept of a page that leaves the prefix tree."""
+        self.host.forget(page)
+        self.snapshots.forget(page)
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[RequestStream], budget: int) -> StepPlan:
         """Plans one call for chunks of prompts: first those under way, then newly admitted ones."""
@@ -185,6 +237,9 @@ class Scheduler:
             if not rows:
                 length = self._chunk_length(left, budget)
             count = min(left, length)
+            ends = [each for each in stream.wanted if stream.computed < each]
+            if ends:
+                count = min(count, min(ends) - stream.computed)
             rows.append(self._row(stream, count=count, is_sampled=count == left))
         return dataclasses.replace(plan, chunks=rows, chunk_length=length)
 
@@ -233,6 +288,8 @@ class Scheduler:
         if self.limits.share_prefixes and not stream.request.scores_prompt:
             found = self.tree.match(stream.tokens, kind=stream.kind, limit=total - 1)
             pages, cached = [*found.pages], found.num_tokens
+        if self.limits.has_states:
+            cached = self._to_snapshot(stream, pages, cached)
         whole = cached // size
         restored = self.host.num_tokens(stream)
         if restored <= cached:
@@ -255,6 +312,8 @@ class Scheduler:
             # It goes on within a page that others read.
             copies.append((pages[whole], fresh[0]))
             self.allocator.release(pages.pop())
+        if stream.begins_from is not None:
+            self.snapshots.use(stream.begins_from)
         stream.pages = [*pages, *fresh]
         stream.computed, stream.num_registered = max(cached, restored), whole
         stream.num_finite = 0
@@ -263,10 +322,51 @@ class Scheduler:
         self._restores += self.host.restore(stream, whole, restored)
         return True
 
+    def _to_snapshot(self, stream: RequestStream, pages: list[int], cached: int) -> int:
+        """Returns how many of the cached tokens have their states kept; releases further pages.
+
+        Where the request leaves what is cached, others may too: there its states will be kept.
+        """
+        size = self.limits.page_size
+        whole = cached // size
+        # A request that runs may not be planned at once, and the snapshot be gone by then.
+        found = self.snapshots.latest(pages[:whole]) if stream.slot is None else None
+        known = 0 if found is None else found.num_tokens // size
+        self.allocator.release_all(pages[known:])
+        del pages[known:]
+        stream.begins_from = found
+        stream.wanted = {whole * size} if whole > known else set()
+        return known * size
+
+    def _is_reached_elsewhere(self, stream: RequestStream, cached: int) -> bool:
+        """Whether a running request is about to reach where this one leaves it, further than states
+        are kept; that request then keeps them there.
+        """
+        size = self.limits.page_size
+        for other in self.running:
+            if other is stream or other.kind != stream.kind or other.total - other.computed < 2:
+                continue
+            common = self._num_common(stream, other) // size * size
+            if common > cached and other.computed <= common and not other.request.scores_prompt:
+                other.wanted.add(common)
+                return True
+        return False
+
+    def _num_common(self, stream: RequestStream, other: RequestStream) -> int:
+        """Returns how many first tokens of a waiting request another has, but for its last."""
+        known = stream.common.get(other.number)
+        if known is None:
+            pairs = zip(stream.tokens[: stream.total - 1], other.tokens, strict=False)
+            known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            stream.common[other.number] = known
+        return known
+
     def _is_computed_elsewhere(self, stream: RequestStream, cached: int) -> bool:
         """Whether a running request's prompt begins as this one, further than pages know it."""
         if not self.limits.share_prefixes or stream.request.scores_prompt:
             return False
+        if self.limits.has_states:
+            return self._is_reached_elsewhere(stream, cached)
         size = self.limits.page_size
         whole = cached - cached % size
         ahead = stream.tokens[: whole + size]
@@ -320,20 +420,28 @@ class Scheduler:
 
     def _give_up_pages(self, stream: RequestStream) -> None:
         self._register(stream)
+        self._leave_states(stream)
         self.allocator.release_all(stream.pages)
         stream.pages = []
         stream.computed = stream.num_registered = 0
+
+    def _leave_states(self, stream: RequestStream) -> None:
+        """Drops a request's snapshot unless the prefix tree holds it."""
+        if stream.snapshot is not None and stream.snapshot.page is None:
+            self.snapshots.drop(stream.snapshot)
+        stream.snapshot = stream.begins_from = None
+        stream.wanted, stream.common = set(), {}
 
     def _register(self, stream: RequestStream) -> None:
         """Puts a request's full pages into the prefix tree."""
         size = self.limits.page_size
         known = min(stream.computed, len(stream.tokens))
-        if not self.limits.share_prefixes or known // size <= stream.num_registered:
-            return
-        self.tree.insert(
-            stream.tokens[:known], stream.pages, kind=stream.kind, start=stream.num_registered
-        )
-        stream.num_registered = known // size
+        if self.limits.share_prefixes and known // size > stream.num_registered:
+            self.tree.insert(
+                stream.tokens[:known], stream.pages, kind=stream.kind, start=stream.num_registered
+            )
+            stream.num_registered = known // size
+        self._attach(stream)
 
     def end(self, stream: RequestStream, *, poisoned: bool = False) -> None:
         """Removes a request, whether it waits or runs, and frees its pages.
@@ -348,6 +456,7 @@ class Scheduler:
             return
         if poisoned:
             self.tree.forget(stream.tokens, kind=stream.kind)
+            self._leave_states(stream)
             self.allocator.suspect(stream.pages)
             self.allocator.release_all(stream.pages)
             stream.pages = []

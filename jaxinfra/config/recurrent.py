@@ -1,0 +1,162 @@
+"""Mixers that keep a state of fixed size per sequence, in place of keys and values per token."""
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+from jaxinfra import axes
+from jaxinfra.config.cache import CacheSpec, StateArray
+from jaxinfra.config.limits import require_within
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.errors import ConfigError
+
+
+class OutputGate(enum.StrEnum):
+    """Activations of the gate that multiplies normalized outputs."""
+
+    SILU = "silu"
+    SIGMOID = "sigmoid"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentConfig:
+    """Fields and properties of all mixers that keep a state, a matrix per value head."""
+
+    window: ClassVar[None] = None
+    scale: ClassVar[None] = None
+    logit_soft_cap: ClassVar[None] = None
+    rope: ClassVar[RopeConfig | None] = None
+    rotated_dim: ClassVar[int] = 0
+    num_key_heads: int  # heads of queries and keys, which groups of value heads share
+    num_value_heads: int  # heads of values and of the state; a multiple of num_key_heads
+    key_dim: int  # width of a query and of a key
+    value_dim: int  # width of a value
+    conv_width: int = 4  # taps of the convolutions of queries, keys and values
+
+    @property
+    def num_q_heads(self) -> int:
+        """Number of heads of the state."""
+        return self.num_value_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys."""
+        return self.num_key_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query and of a key."""
+        return self.key_dim
+
+    @property
+    def score_width(self) -> int:
+        """Query width over all heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Value width over all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes by name that tensor parallelism divides."""
+        return {name: getattr(self, name) for name in ("num_key_heads", "num_value_heads")}
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The state: a matrix per value head, and the inputs that the convolutions still read."""
+        heads = {
+            "query": (self.num_key_heads, self.key_dim),
+            "key": (self.num_key_heads, self.key_dim),
+            "value": (self.num_value_heads, self.value_dim),
+        }
+        tails = (
+            StateArray(
+                name=name,
+                shape=(self.conv_width - 1, *shape),
+                dims=(None, axes.Q_HEADS, axes.HEAD),
+                is_sum=False,
+            )
+            for name, shape in heads.items()
+        )
+        matrix = StateArray(
+            name="state",
+            shape=(self.num_value_heads, self.key_dim, self.value_dim),
+            dims=(axes.Q_HEADS, axes.HEAD, None),
+        )
+        return CacheSpec(arrays=(), state=(matrix, *tails))
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "key_dim", "value_dim", "conv_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_value_heads < 1 or self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"num_value_heads={self.num_value_heads} is not a multiple of num_key_heads="
+                f"{self.num_key_heads}; value heads share key heads in equal groups"
+            )
+        require_within(num_q_heads=self.num_value_heads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaConfig(RecurrentConfig):
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464), also with a decay per channel.
+
+    Examples:
+        >>> mixer = jaxinfra.GatedDeltaConfig(
+        ...     num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128
+        ... )  # Qwen3-Next's
+        >>> mixer.cache.state[0].shape
+        (32, 128, 128)
+    """
+
+    channel_decay: bool = False  # each channel of a key decays by itself: Kimi Linear's KDA
+    rank: int | None = None  # width that decays and gates are computed from; None: from x directly
+    gate: OutputGate = OutputGate.SILU  # activation of the gate behind the norm
+    norm_epsilon: float = 1e-6  # of the norm of each head's output
+
+    def __post_init__(self) -> None:
+        RecurrentConfig.__post_init__(self)
+        if self.rank is not None and self.rank < 1:
+            raise ConfigError(f"rank={self.rank} must be at least 1, or none")
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs per token of reading the state at the key and the query, and of writing it."""
+        return 6.0 * self.num_value_heads * self.key_dim * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpaceConfig(RecurrentConfig):
+    """A state space model with a scalar decay per head (Mamba 2, arXiv 2405.21060).
+
+    Its C, B and x are called queries, keys and values.
+
+    Examples:
+        >>> mixer = jaxinfra.StateSpaceConfig(
+        ...     num_key_heads=1, num_value_heads=24, key_dim=128, value_dim=64, norm_heads=24
+        ... )
+    """
+
+    conv_bias: bool = True  # a bias per channel of the convolutions
+    bias: bool = False  # biases of the projections
+    # Heads that are normalized together; their number divides num_value_heads. None: no norm.
+    norm_heads: int | None
+    norm_epsilon: float = 1e-5  # of that norm, which follows the gate
+    step_limit: tuple[float, float] | None = None  # bounds of a token's step
+
+    def __post_init__(self) -> None:
+        RecurrentConfig.__post_init__(self)
+        if self.norm_heads is not None and (
+            self.norm_heads < 1 or self.num_value_heads % self.norm_heads
+        ):
+            raise ConfigError(
+                f"norm_heads={self.norm_heads} does not divide num_value_heads="
+                f"{self.num_value_heads}; heads are normalized in equal groups, or not (none)"
+            )
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs per token of reading the state at the query and of writing it."""
+        return 4.0 * self.num_value_heads * self.key_dim * self.value_dim

@@ -1,0 +1,141 @@
+"""The gated delta rule as a mixer: Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention.
+
+Dims: B batch, T position, D model width, N key heads, M value heads, H head width, R rank.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxinfra import axes
+from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.passes import Abilities, LayerOutput, Pass
+from jaxinfra.model.projection import Projection
+from jaxinfra.model.recurrence import HEADS, GatedNorm, Inward, TokenOperands, recurred
+
+_LENGTH_EPSILON = 1e-6  # added to a key's squared length before it is scaled to 1
+_LARGEST_RATE = 16.0  # of initial decays, drawn evenly up to it
+_STEPS = (1e-3, 1e-1)  # initial steps, drawn evenly in their logarithms (arXiv 2405.21060)
+
+
+def initial_step_bias(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Samples biases whose softplus is a step between 0.001 and 0.1."""
+    least, most = (jnp.log(jnp.asarray(step, dtype)) for step in _STEPS)
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, least, most))
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+def initial_decay_log(key: jax.Array, num_heads: int, dtype: jnp.dtype) -> jax.Array:
+    """Samples logarithms of decay rates between 1 and 16."""
+    return jnp.log(jax.random.uniform(key, (num_heads,), dtype, 1.0, _LARGEST_RATE))
+
+
+class GatedDelta(nnx.Module):
+    """Linear attention whose state moves towards each value and decays by learned amounts.
+
+    Queries, keys and values pass a short convolution; queries and keys have length 1. A head's
+    state S becomes exp(g) S + k (beta (v - k^T exp(g) S))^T with g = -exp(decay_log) softplus(decay
+    + decay_bias) and beta = sigmoid; its output q^T S / sqrt(H) is normalized and gated.
+    """
+
+    abilities = Abilities(quantizes=True)
+
+    def __init__(
+        self,
+        config: GatedDeltaConfig,
+        *,
+        model_dim: int,
+        std: float,
+        out_std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.execution = config, execution
+        param, keys, values = execution.policy.param, config.num_key_heads, config.num_value_heads
+        make = Inward(model_dim=model_dim, std=std, execution=execution, rngs=rngs)
+        key_dim, value_dim, taps = config.key_dim, config.value_dim, config.conv_width
+        self.query, self.key = make.heads(keys, key_dim), make.heads(keys, key_dim)
+        self.value, self.beta = make.heads(values, value_dim), make.numbers(values)
+        self.query_conv = make.convolution(keys, key_dim, taps)
+        self.key_conv = make.convolution(keys, key_dim, taps)
+        self.value_conv = make.convolution(values, value_dim, taps)
+        rank, is_wide = config.rank, config.channel_decay
+        self.decay_down = None if rank is None else make.down(rank)
+        self.gate_down = None if rank is None else make.down(rank)
+        if rank is None:
+            self.decay = make.heads(values, key_dim) if is_wide else make.numbers(values)
+            self.gate = make.heads(values, value_dim)
+        else:
+            self.decay = make.up(rank, values, key_dim if is_wide else 1)
+            self.gate = make.up(rank, values, value_dim)
+        decay_shape = (values, config.key_dim) if is_wide else (values,)
+        decay_dims = (axes.Q_HEADS, axes.HEAD)[: len(decay_shape)]
+        bias = initial_step_bias(rngs.params(), decay_shape, param)
+        self.decay_bias = nnx.Param(bias, axes=decay_dims)
+        rates = initial_decay_log(rngs.params(), values, param)
+        self.decay_log = nnx.Param(rates, axes=(axes.Q_HEADS,))
+        self.norm = GatedNorm(
+            shape=(config.value_dim,),
+            epsilon=config.norm_epsilon,
+            num_together=1,
+            gates_first=False,
+            execution=execution,
+        )
+        self.out = Projection(
+            "BTNH,NHD->BTD",
+            shape=(values, config.value_dim, model_dim),
+            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
+            std=out_std,
+            execution=execution,
+            rngs=rngs,
+        )
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
+        """Computes outputs [B, T, D] in the compute dtype, from the cached state if there is one.
+
+        Documents of packed rows start from a state of zeros.
+        """
+        accum = self.execution.policy.to_accum
+        prepared = self.query.prepared(x_BTD)
+        inputs = {
+            "query": self.query(prepared),
+            "key": self.key(prepared),
+            "value": self.value(prepared),
+        }
+        inputs = {name: self.execution.place(x, HEADS) for name, x in inputs.items()}
+        q_BTNH = self.query_conv(inputs["query"], given, name="query")
+        k_BTNH = self.key_conv(inputs["key"], given, name="key")
+        operands = TokenOperands(
+            q=self._directed(q_BTNH, self.config.key_dim**-0.5),
+            k=self._directed(k_BTNH, 1.0),
+            v=self.value_conv(inputs["value"], given, name="value"),
+            log_decay=self._log_decay(x_BTD),
+            beta=jax.nn.sigmoid(accum(self.beta(x_BTD))),
+        )
+        with jax.named_scope("core"):
+            out_BTMH, cache = recurred(operands, inputs, given)
+        source = x_BTD if self.gate_down is None else self.gate_down(x_BTD)
+        gate_BTMH = accum(self.gate(prepared if self.gate_down is None else source))
+        is_silu = self.config.gate is OutputGate.SILU
+        gate_BTMH = (jax.nn.silu if is_silu else jax.nn.sigmoid)(gate_BTMH)
+        return LayerOutput(x=self.out(self.norm(out_BTMH, gate_BTMH)), cache=cache)
+
+    def _directed(self, x_BTNH: jax.Array, length: float) -> jax.Array:
+        """Vectors of this length in the directions of x."""
+        policy = self.execution.policy
+        x_BTNH = policy.to_accum(x_BTNH)
+        squares = jnp.sum(x_BTNH**2, axis=-1, keepdims=True)
+        return policy.to_compute(length * x_BTNH * jax.lax.rsqrt(squares + _LENGTH_EPSILON))
+
+    def _log_decay(self, x_BTD: jax.Array) -> jax.Array:
+        """Logarithms of decays, [B, T, M] or [B, T, M, H], in the accum dtype."""
+        accum, is_wide = self.execution.policy.to_accum, self.config.channel_decay
+        source = x_BTD if self.decay_down is None else self.decay_down(x_BTD)
+        raw = accum(self.decay(source))
+        if self.decay_down is not None and not is_wide:
+            raw = raw[..., 0]
+        step = jax.nn.softplus(raw + jnp.expand_dims(accum(self.decay_bias[...]), (0, 1)))
+        rate = jnp.expand_dims(jnp.exp(accum(self.decay_log[...])), (0, 1))
+        return -(rate[..., None] if is_wide else rate) * step

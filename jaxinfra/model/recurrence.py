@@ -1,0 +1,271 @@
+"""Parts of mixers with a state: short convolutions, the recurrence over a cache, gated norms.
+
+Dims: B batch, T position, N heads, H head width, W tap.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxinfra import axes
+from jaxinfra.model.cache import HELD, Cache, StateCache, in_layer
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.passes import Pass
+from jaxinfra.model.projection import Projection
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.linear_attention import linear_attention, short_convolution
+
+HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
+"""Logical dims of queries, keys and values."""
+_STATE = "state"
+_OPERANDS = ("k", "v", "log_decay", "beta")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Inward:
+    """Makes the projections of a layer's input, and the convolutions behind them."""
+
+    model_dim: int
+    std: float
+    execution: Execution
+    rngs: nnx.Rngs
+
+    def heads(self, num_heads: int, width: int, *, bias: bool = False) -> Projection:
+        """Makes a projection onto vectors of heads."""
+        return self._projection(
+            "BTD,DNH->BTNH",
+            (self.model_dim, num_heads, width),
+            (axes.EMBED, axes.Q_HEADS, axes.HEAD),
+            bias_rank=2 if bias else 0,
+        )
+
+    def numbers(self, num_heads: int, *, bias: bool = False) -> Projection:
+        """Makes a projection onto a number per head; as a router's, in the accum dtype."""
+        return self._projection(
+            "BTD,DN->BTN",
+            (self.model_dim, num_heads),
+            (axes.EMBED, axes.Q_HEADS),
+            bias_rank=1 if bias else 0,
+            site=Site.ROUTER,
+        )
+
+    def down(self, rank: int) -> Projection:
+        """Makes a projection onto few numbers that all heads read."""
+        shape, dims = (self.model_dim, rank), (axes.EMBED, None)
+        return self._projection("BTD,DR->BTR", shape, dims, whole=True)
+
+    def up(self, rank: int, num_heads: int, width: int) -> Projection:
+        """Makes a projection of such numbers onto vectors of heads."""
+        shape, dims = (rank, num_heads, width), (None, axes.Q_HEADS, axes.HEAD)
+        return self._projection("BTR,RNH->BTNH", shape, dims)
+
+    def _projection(
+        self, spec: str, shape: tuple[int, ...], dims: axes.Dims, **more: Any
+    ) -> Projection:
+        given = {"std": self.std, "execution": self.execution, "rngs": self.rngs}
+        return Projection(spec, shape=shape, dims=dims, **given, **more)
+
+    def convolution(
+        self, num_heads: int, width: int, num_taps: int, *, bias: bool = False
+    ) -> "Convolution":
+        """Makes the convolution behind a projection onto vectors of heads."""
+        return Convolution(
+            num_heads=num_heads,
+            width=width,
+            num_taps=num_taps,
+            bias=bias,
+            execution=self.execution,
+            rngs=self.rngs,
+        )
+
+
+class Convolution(nnx.Module):
+    """Short causal convolution of each channel, then SiLU."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        width: int,
+        num_taps: int,
+        bias: bool,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.policy, self.place = execution.policy, execution.place
+        param, dims = execution.policy.param, (axes.Q_HEADS, axes.HEAD)
+        shape, bound = (num_heads, width), num_taps**-0.5
+        self.weight = nnx.Param(
+            jax.random.uniform(rngs.params(), (*shape, num_taps), param, -bound, bound),
+            axes=(*dims, None),
+        )
+        self.bias = nnx.Param(jnp.zeros(shape, param), axes=dims) if bias else None
+
+    def __call__(
+        self, x_BTNH: Float[Array, "B T N H"], given: Pass, *, name: str
+    ) -> Float[Array, "B T N H"]:
+        """Convolves x, in the compute dtype, with the inputs before it that the cache has.
+
+        Args:
+            name: name of those inputs in the cache.
+        """
+        tail = given.cache.read()[name] if isinstance(given.cache, StateCache) else None
+        y_BTNH = short_convolution(
+            x_BTNH, self.weight[...], tail=tail, segment_ids=given.segment_ids_BT
+        )
+        if self.bias is not None:
+            y_BTNH += jnp.expand_dims(self.policy.to_accum(self.bias[...]), (0, 1))
+        return self.place(self.policy.to_compute(jax.nn.silu(y_BTNH)), HEADS)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOperands:
+    """TokenOperands of ``pallas_kernels.linear_attention``."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array | None
+
+
+def recurred(
+    operands: TokenOperands, inputs: Mapping[str, Float[Array, "B T _ _"]], given: Pass
+) -> tuple[Float[Array, "B T N H"], StateCache | None]:
+    """Computes linear attention from the cached state; returns outputs and the cache after it.
+
+    Args:
+        inputs: what the convolutions read, by names in the cache.
+    """
+    cache = given.cache
+    if cache is None:
+        out, _ = _attended(operands, None, given.segment_ids_BT)
+        return out, None
+    assert isinstance(cache, StateCache), "CacheSpec"
+    before = cache.read()
+    count_B = jnp.sum(given.positions_BT >= 0, axis=1)
+    if cache.is_tentative:
+        out, _ = _attended(_counted(operands, count_B), before[_STATE], None)
+        held = {name: getattr(operands, name) for name in _OPERANDS}
+        return out, cache.hold({**inputs, **{n: x for n, x in held.items() if x is not None}})
+    out, state = _attended(_counted(operands, count_B), before[_STATE], None)
+    return out, cache.write({_STATE: state, **_tails(before, inputs, count_B)})
+
+
+def settled(cache: Sequence[Cache], count_B: Int[Array, "B"]) -> tuple[Cache, ...]:
+    """Returns the cache after a tentative pass, of whose tokens each row keeps the first.
+
+    Args:
+        count_B: number of tokens that each row keeps, at most those that it gave.
+    """
+    return tuple(_settled(x, count_B) if isinstance(x, StateCache) else x for x in cache)
+
+
+def _settled(cache: StateCache, count_B: jax.Array) -> StateCache:
+    held = cache.held
+    kept = {name: x for name, x in cache.arrays.items() if not name.startswith(HELD)}
+    whole = dataclasses.replace(cache, arrays=kept, is_tentative=False)
+
+    def settle(layer: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        at = in_layer(whole, arrays, layer)
+        mine = {name: x[layer] for name, x in held.items()}
+        k, v, log_decay = (mine[name] for name in ("k", "v", "log_decay"))
+        operands = TokenOperands(q=k, k=k, v=v, log_decay=log_decay, beta=mine.get("beta"))
+        before = at.read()
+        _, state = _attended(_counted(operands, count_B), before[_STATE], None)
+        return at.write({_STATE: state, **_tails(before, mine, count_B)}).arrays
+
+    num_layers = len(kept[_STATE])
+    return dataclasses.replace(whole, arrays=jax.lax.fori_loop(0, num_layers, settle, kept))
+
+
+def _attended(
+    operands: TokenOperands, state: jax.Array | None, segment_ids_BT: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    return linear_attention(
+        operands.q,
+        operands.k,
+        operands.v,
+        operands.log_decay,
+        beta=operands.beta,
+        state=state,
+        segment_ids=segment_ids_BT,
+    )
+
+
+def _counted(operands: TokenOperands, count_B: jax.Array) -> TokenOperands:
+    """The operands, of which those behind each row's first tokens change no state."""
+    length = operands.v.shape[1]
+    is_counted_BT = jnp.arange(length)[None] < count_B[:, None]
+
+    def masked(x: jax.Array) -> jax.Array:
+        mask = is_counted_BT.reshape(*is_counted_BT.shape, *[1] * (x.ndim - 2))
+        return jnp.where(mask, x, jnp.zeros_like(x))
+
+    beta = operands.beta
+    return dataclasses.replace(
+        operands,
+        k=masked(operands.k),
+        v=masked(operands.v),
+        log_decay=masked(operands.log_decay),
+        beta=None if beta is None else masked(beta),
+    )
+
+
+def _tails(
+    before: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array], count_B: jax.Array
+) -> dict[str, jax.Array]:
+    """The newest inputs of each convolution after each row's first tokens."""
+
+    def newest(old: jax.Array, new: jax.Array) -> jax.Array:
+        seen = jnp.concatenate([old.astype(new.dtype), new], axis=1)
+        places = count_B[:, None] + jnp.arange(old.shape[1])[None]
+        return jnp.take_along_axis(seen, places[:, :, None, None], axis=1)
+
+    return {name: newest(old, inputs[name]) for name, old in before.items() if name != _STATE}
+
+
+class GatedNorm(nnx.Module):
+    """RMSNorm of heads' outputs, with a gate before or behind it.
+
+    Args:
+        shape: shape of the scale: (width,) of one head, or (heads, width) of all.
+        num_together: number of neighbouring heads that are normalized together.
+        gates_first: whether the gate multiplies what is normalized; else it multiplies the result.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, ...],
+        epsilon: float,
+        num_together: int,
+        gates_first: bool,
+        execution: Execution,
+    ):
+        self.policy = execution.policy
+        self.epsilon, self.num_together, self.gates_first = epsilon, num_together, gates_first
+        dims = (axes.Q_HEADS, axes.HEAD)[-len(shape) :]
+        self.scale = nnx.Param(jnp.ones(shape, execution.policy.param), axes=dims)
+
+    def __call__(
+        self, x_BTNH: Float[Array, "B T N H"], gate_BTNH: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T N H"]:
+        """Normalizes x and multiplies by the gate, an activation's result in the accum dtype."""
+        x_BTNH = self.policy.to_accum(x_BTNH)
+        if self.gates_first:
+            x_BTNH = x_BTNH * gate_BTNH
+        batch, length, heads, _ = x_BTNH.shape
+        groups = x_BTNH.reshape(batch, length, heads // self.num_together, -1)
+        groups *= jax.lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + self.epsilon)
+        scale = self.policy.to_accum(self.scale[...])
+        y_BTNH = groups.reshape(x_BTNH.shape) * jnp.expand_dims(scale, range(4 - scale.ndim))
+        if not self.gates_first:
+            y_BTNH = y_BTNH * gate_BTNH
+        return self.policy.to_compute(y_BTNH)

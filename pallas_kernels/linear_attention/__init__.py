@@ -1,0 +1,4 @@
+"""Linear attention with decay: the gated delta rule, its form per channel, and state spaces."""
+
+from .api import linear_attention as linear_attention
+from .convolution import short_convolution as short_convolution

@@ -1,0 +1,96 @@
+"""The public function of linear attention: validates a call and chooses how to compute it.
+
+Dims: B batch, T position, N key heads, M value heads, H key width, V value width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError
+from pallas_kernels.linear_attention.chunked import chunked
+from pallas_kernels.linear_attention.reference import one_token
+
+
+def linear_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    *,
+    beta: jax.Array | None = None,
+    state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes causal linear attention with decay from a state: outputs and the state after them.
+
+    With each token a head's state S decays to S' = exp(log_decay) S. With a ``beta`` (the gated
+    delta rule, Yang et al. 2024) it becomes S' + k (beta (v - k^T S'))^T; without one (state
+    spaces, Dao and Gu 2024) S' + k v^T. The token's output is q^T S. Memory is linear in T, also of
+    the gradient, which exists for all arrays.
+
+    Args:
+        q, k: queries and keys, [B, T, N, H] of one floating dtype, not scaled or normalized here.
+        v: values, [B, T, M, V] in the dtype of q. Value head m reads key head m N // M.
+        log_decay: at most 0; [B, T, M], or [B, T, M, H] for a decay per channel of the keys.
+        beta: how far a key's value is replaced, [B, T, M]; None: values are added.
+        state: state before the first token, [B, M, H, V]; None: zeros.
+        segment_ids: documents of packed rows, int32 [B, T]. A document after the first of a row
+            starts from zeros; the first one goes on from ``state``.
+
+    Returns:
+        Outputs [B, T, M, V] in v's dtype, and the state [B, M, H, V] in fp32.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit together.
+
+    Examples:
+        >>> q = k = v = jnp.ones((1, 3, 1, 1))
+        >>> out, state = pallas_kernels.linear_attention(q, k, v, jnp.zeros((1, 3, 1)))
+        >>> out[0, :, 0, 0]
+        Array([1., 2., 3.], dtype=float32)
+    """
+    _check(q, k, v, log_decay, beta)
+    batch, length, _, width = q.shape
+    shape = (batch, v.shape[2], width, v.shape[3])
+    if state is None:
+        state = jnp.zeros(shape, jnp.float32)
+    if state.shape != shape:
+        raise InputError(f"state {state.shape}: a matrix per row and value head; give {shape}")
+    if length == 1:
+        given = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], None if beta is None else beta[:, 0])
+        out_BMV, state = one_token(state.astype(jnp.float32), *given)
+        return out_BMV[:, None].astype(v.dtype), state
+    document_BT = jnp.zeros((batch, length), jnp.int32)
+    if segment_ids is not None:
+        begins_BT = segment_ids[:, 1:] != segment_ids[:, :-1]
+        document_BT = document_BT.at[:, 1:].set(jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32))
+    out, state = chunked(q, k, v, log_decay, beta, state, document_BT)
+    return out.astype(v.dtype), state
+
+
+def _check(
+    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array | None
+) -> None:
+    """Raises InputError for arrays that do not fit together."""
+    if q.ndim != 4 or q.shape != k.shape or v.ndim != 4 or q.shape[:2] != v.shape[:2]:
+        raise InputError(
+            f"q {q.shape}, k {k.shape} and v {v.shape}: q and k are [B, T, N, H] alike, v is "
+            "[B, T, M, V] of the same tokens"
+        )
+    if not q.shape[1] or v.shape[2] % q.shape[2]:
+        raise InputError(
+            f"q {q.shape} and v {v.shape}: at least one token, and equally many value heads of "
+            "each key head"
+        )
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise InputError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give one floating dtype"
+        )
+    heads = v.shape[:3]
+    if log_decay.shape not in (heads, (*heads, q.shape[3])):
+        raise InputError(
+            f"log_decay {log_decay.shape}: one per value head, {heads}, or one per channel of its "
+            f"keys, {(*heads, q.shape[3])}"
+        )
+    if beta is not None and beta.shape != heads:
+        raise InputError(f"beta {beta.shape}: one per value head; give {heads}")

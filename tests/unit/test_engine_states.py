@@ -1,0 +1,98 @@
+"""The engine serves layers with a state as they generate alone: shared, preempted, drafted."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.options import EngineOptions, Preemption
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+from tests.generation import recomputed
+from tests.unit.test_recurrent_mixers import decoder
+
+OPTIONS = EngineOptions(
+    max_running=3,
+    page_size=4,
+    num_pages=13,
+    max_step_tokens=24,
+    chunk_sizes=(8,),
+    max_piece_rows=1,
+    max_context=60,
+    num_snapshots=4,
+)
+PREFIX = (7, 25, 3, 9, 4, 8, 1, 2, 3, 40, 11, 5)
+PROMPTS = [(*PREFIX, 1, 2), (5,), (*PREFIX, 3, 3, 9, 9), (*PREFIX, 1, 2), (2, 2, 2, 2, 2, 2)]
+NEW = 14
+WARM = SamplingConfig(temperature=0.7)
+
+
+@functools.cache
+def engine(name, num_drafts=0):
+    options = dataclasses.replace(
+        OPTIONS, num_drafts=num_drafts, max_step_tokens=24 + 3 * num_drafts
+    )
+    return Engine(decoder(name), options=options)
+
+
+@functools.cache
+def alone(name, prompt, sampling=GREEDY):
+    told = recomputed(decoder(name), [prompt], max_new_tokens=NEW, sampling=sampling)
+    return tuple(each.token for each in told)
+
+
+def drawn(engine, sampling=GREEDY):
+    requests = [
+        GenerationRequest(prompt_ids=prompt, max_new_tokens=NEW, sampling=sampling)
+        for prompt in PROMPTS
+    ]
+    return [
+        tuple(token for progress in told for token in progress.tokens)
+        for told in engine.run(requests)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels", "state_space"])
+def test_requests_draw_what_they_draw_alone(name):
+    """With too few pages for all of them, and prefixes that they share."""
+    serving = engine(name)
+    want = [alone(name, prompt) for prompt in PROMPTS]
+    assert drawn(serving) == want
+    assert serving.scheduler.num_preemptions > 0
+    used = serving.scheduler.snapshots.num_used
+    assert drawn(serving) == want
+    assert serving.scheduler.snapshots.num_used >= used + 2
+
+
+@pytest.mark.slow_cases("delta_of_channels-warm", "state_space-greedy", "state_space-warm",
+                        "gated_delta-warm", "delta_of_channels-greedy")  # fmt: skip
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels", "state_space"])
+def test_rejected_drafts_leave_no_state(name, sampling):
+    serving = engine(name, num_drafts=3)
+    want = [alone(name, prompt, sampling) for prompt in PROMPTS]
+    assert drawn(serving, sampling) == want
+    assert serving.scheduler.num_preemptions > 0
+    assert serving.scheduler.snapshots.num_used > 0
+    assert serving.counts.drafted_tokens > serving.counts.accepted_tokens > 0
+
+
+def test_what_states_cannot_have_is_refused():
+    model = decoder("gated_delta")
+    with pytest.raises(ConfigError, match="preemption=host with layers that keep a state"):
+        Engine(model, options=dataclasses.replace(OPTIONS, preemption=Preemption.HOST))
+    with pytest.raises(UnsupportedError, match="draft model whose layers keep a state"):
+        Engine(model, options=dataclasses.replace(OPTIONS, num_drafts=1), draft=model)
+
+
+@pytest.mark.slow
+def test_padding_writes_no_state():
+    serving = engine("gated_delta")
+    drawn(serving)
+    for arrays in serving.runner._state.states:
+        for stored in arrays.values():
+            np.testing.assert_array_equal(stored[:, serving.limits.empty_state], 0)

@@ -1,0 +1,174 @@
+"""Mixers with a state: what they compute of whole rows, of parts, of documents and of drafts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxinfra
+from jaxinfra.config.model import BlockConfig, MlpConfig, ModelConfig, Stack
+from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate, StateSpaceConfig
+from jaxinfra.config.validate import validate
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.cache import HELD, StateCache, recurrent_bytes
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.recurrence import settled
+from jaxinfra.parallel.execution import execution_on
+from tests import small_models
+from tests.seeds import seeded
+
+SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 6}
+MIXERS = {
+    "gated_delta": GatedDeltaConfig(**SIZES),
+    "delta_of_channels": GatedDeltaConfig(
+        **SIZES | {"num_key_heads": 4},
+        channel_decay=True,
+        rank=5,
+        gate=OutputGate.SIGMOID,
+        conv_width=2,
+    ),
+    "state_space": StateSpaceConfig(**SIZES, norm_heads=2, bias=True, step_limit=(0.01, 0.5)),
+}
+LENGTH = 40
+
+
+def config(name) -> ModelConfig:
+    """A layer with a state and one of attention, twice."""
+    dense = small_models.dense()
+    recurrent = BlockConfig(mixer=MIXERS[name], feed_forward=MlpConfig(hidden_dim=24))
+    pattern = (recurrent, dense.blocks[0])
+    return dataclasses.replace(dense, stacks=(Stack(pattern=pattern, repeats=2),))
+
+
+@functools.cache
+def decoder(name):
+    definition = define_model(config(name), execution_on())
+    rng = np.random.default_rng(seeded(0))
+
+    def drawn(leaf):
+        return jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype)
+
+    return definition.bind(jax.tree.map(drawn, definition.shapes))
+
+
+def ids(*shape):
+    return np.random.default_rng(seeded(1)).integers(0, 64, shape).astype(np.int32)
+
+
+@jax.jit
+def run(decoder, ids_BT, positions_BT, cache):
+    out = decoder.run(ids_BT, positions=positions_BT, cache=cache)
+    return decoder.logits(out.x), out.cache
+
+
+def positions(starts, counts, length):
+    places = np.arange(length)[None]
+    inside = places < np.array(counts)[:, None]
+    return np.where(inside, np.array(starts)[:, None] + places, -1).astype(np.int32)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow_cases("gated_delta", "delta_of_channels")
+@pytest.mark.parametrize("name", MIXERS)
+def test_parts_with_padding_give_what_whole_rows_give(name):
+    """Rows of a batch are at other places, and one gives nothing in a pass."""
+    model, tokens = decoder(name), ids(2, LENGTH)
+    want, cache = model(tokens), model.empty_cache(batch=2, num_slots=64)
+    done, found = [0, 0], np.zeros((2, LENGTH, 64), np.float32)
+    for counts in ((30, 17), (0, 6), (1, 1), (1, 1), (8, 15)):
+        length = max(counts)
+        given = np.zeros((2, length), np.int32)
+        for row, (start, count) in enumerate(zip(done, counts, strict=True)):
+            given[row, :count] = tokens[row, start : start + count]
+        logits, cache = run(model, given, positions(done, counts, length), cache)
+        for row, count in enumerate(counts):
+            found[row, done[row] : done[row] + count] = logits[row, :count]
+            done[row] += count
+    assert done == [LENGTH, LENGTH]
+    close(found, want)
+
+
+@pytest.mark.slow_cases("gated_delta", "delta_of_channels")
+@pytest.mark.parametrize("name", MIXERS)
+def test_documents_of_a_row_do_not_see_each_other(name):
+    model, tokens = decoder(name), ids(1, LENGTH)
+    segments = np.repeat([[0, 1, 2, -1]], [7, 1, 20, 12], axis=1).astype(np.int32)
+    packed = model(tokens, segment_ids=segments)
+    for start, stop in ((0, 7), (7, 8), (8, 28)):
+        close(packed[:, start:stop], model(tokens[:, start:stop]))
+
+
+@pytest.mark.slow_cases("delta_of_channels", "state_space")
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_tentative_pass_keeps_the_tokens_that_count(name):
+    model, tokens = decoder(name), ids(3, LENGTH)
+    empty = model.empty_cache(batch=3, num_slots=64)
+    _, cache = run(model, tokens[:, :9], positions([0] * 3, [9] * 3, 9), empty)
+    states = [(hasattr(each, "is_tentative"), each) for each in cache]
+    tentative = tuple(
+        dataclasses.replace(each, is_tentative=True) if has else each for has, each in states
+    )
+    given = positions([9] * 3, [4, 4, 2], 4)
+    logits, held = run(model, tokens[:, 9:13], given, tentative)
+    expected, _ = run(model, tokens[:, 9:13], given, cache)
+    close(logits[:2], expected[:2])
+    kept = [3, 1, 2]
+    after = jax.jit(settled)(held, np.array(kept))
+    _, want = run(model, tokens[:, 9:13], positions([9] * 3, kept, 4), cache)
+    for (has, before), each, other in zip(states, after, want, strict=True):
+        if has:
+            assert not any(key.startswith(HELD) for key in each.arrays)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+                         each.arrays, other.arrays)  # fmt: skip
+            assert not np.array_equal(before.arrays["state"], each.arrays["state"])
+
+
+@pytest.mark.slow_cases("gated_delta", "state_space")
+@pytest.mark.parametrize("name", MIXERS)
+def test_gradients_reach_every_parameter(name):
+    definition = define_model(config(name), execution_on())
+    parameters = definition.initialize(jax.random.key(0))
+
+    @jax.jit
+    @jax.grad
+    def gradient(parameters):
+        logits = definition.bind(parameters)(ids(2, 12))
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 0])
+
+    found = gradient(parameters)
+    assert all(jax.tree.leaves(jax.tree.map(lambda x: bool(np.any(np.asarray(x) != 0)), found)))
+
+
+def test_bytes_of_states_are_counted():
+    cache = jax.eval_shape(lambda: decoder("gated_delta").empty_cache(batch=3, num_slots=16))
+    held = [x for each in cache if isinstance(each, StateCache) for x in each.arrays.values()]
+    num_bytes = sum(x.size * x.dtype.itemsize for x in held)
+    assert num_bytes == 3 * recurrent_bytes(config("gated_delta"), compute=4) > 0
+    assert recurrent_bytes(small_models.dense()) == 0
+
+
+def test_a_context_axis_is_refused():
+    run = jaxinfra.customize(jaxinfra.preset("tiny"), mixer=MIXERS["gated_delta"])
+    run = jaxinfra.override(run, ["mesh.context=2"])
+    with pytest.raises(ConfigError, match="context=2 with GatedDeltaConfig"):
+        validate(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        (GatedDeltaConfig, {"num_value_heads": 3}, "num_value_heads=3 is not a multiple"),
+        (GatedDeltaConfig, {"rank": 0}, "rank=0"),
+        (GatedDeltaConfig, {"conv_width": 0}, "conv_width=0"),
+        (StateSpaceConfig, {"norm_heads": 3}, "norm_heads=3 does not divide"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(kind, changes, match):
+    with pytest.raises(ConfigError, match=match):
+        kind(**({"norm_heads": 1} if kind is StateSpaceConfig else {}) | SIZES | changes)
