@@ -157,6 +157,8 @@ class TrainingConfig:
     seed: int = 0  # random seed of initial weights, data order and dropout
     log_every: int = 1  # steps between progress lines; metrics.jsonl holds every step
     evaluate_every: int | None = None  # steps; None: at the end only
+    # Most tokens of a held-out set that evaluations of the run read, whole documents; None: all.
+    evaluate_tokens: int | None = 1 << 20
     max_bad_steps: int = 20  # non-finite steps in a row before the run stops
 
     def __post_init__(self) -> None:
@@ -179,6 +181,8 @@ class TrainingConfig:
         )
         if self.evaluate_every is not None and self.evaluate_every < 1:
             raise ConfigError(f"evaluate_every={self.evaluate_every} must be at least 1, or none")
+        if self.evaluate_tokens is not None and self.evaluate_tokens < 1:
+            raise ConfigError(f"evaluate_tokens={self.evaluate_tokens} must be at least 1, or none")
         if self.batch_size % self.accumulation:
             raise ConfigError(
                 f"batch_size={self.batch_size} is not a multiple of accumulation="

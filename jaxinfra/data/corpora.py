@@ -77,6 +77,17 @@ class Corpora:
         }
         return dataclasses.replace(self, sources=sources, validation=validation)
 
+    def with_heldout_tokens(self, most: int | None) -> "Corpora":
+        """Returns the corpora with at most so many tokens in each held-out set; None: all."""
+        if most is None:
+            return self
+        together = 2 if self.config.format in PAIRED else 1
+        sources, validation = (
+            {name: each.with_heldout_tokens(most, together=together) for name, each in some.items()}
+            for some in (self.sources, self.validation)
+        )
+        return dataclasses.replace(self, sources=sources, validation=validation)
+
     def _all(self) -> dict[str, Corpus]:
         return {**self.sources, **self.validation}
 

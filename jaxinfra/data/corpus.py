@@ -17,6 +17,7 @@ import tokenizers
 from jaxinfra.config.data import PAIRED, DataConfig, DataFormat, TokenizerKind, Turns
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
+from jaxinfra.data.packing import permute
 from jaxinfra.data.pairs import CompletionEncoder, PairEncoder
 from jaxinfra.data.readers import Document
 from jaxinfra.data.sources import scan
@@ -60,6 +61,8 @@ class Corpus:
     heldout_names: tuple[str, ...]
     heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
     notes: tuple[str, ...] = ()  # log lines about conversations that became no or several documents
+    # Start and end in ``heldout_text`` of each held-out document, where some are left out.
+    heldout_bounds: tuple[tuple[int, int], ...] | None = None
 
     def heldout_documents(self) -> list[bytes]:
         """Texts of the held-out documents in UTF-8; pre-tokenized arrays are decoded."""
@@ -69,8 +72,43 @@ class Corpus:
             documents = (self.heldout.document(i) for i in range(self.heldout.num_documents))
             return [self.tokenizer.decode(tokens).encode() for tokens in documents]
         data = self.heldout_text.read_bytes()
-        bounds = [0, *itertools.accumulate(self.heldout.document_bytes.tolist())]
-        return [data[start:end] for start, end in itertools.pairwise(bounds)]
+        return [data[start:end] for start, end in self._bounds()]
+
+    def _bounds(self) -> Sequence[tuple[int, int]]:
+        if self.heldout_bounds is not None:
+            return self.heldout_bounds
+        assert self.heldout is not None
+        ends = itertools.accumulate(self.heldout.document_bytes.tolist())
+        return list(itertools.pairwise([0, *ends]))
+
+    def with_heldout_tokens(self, most: int, *, together: int = 1) -> "Corpus":
+        """Returns the corpus with at most so many held-out tokens: whole documents of a fixed
+        pseudo-random choice, at least one.
+
+        Args:
+            together: number of documents that follow one another and stay together.
+        """
+        heldout = self.heldout
+        if heldout is None or heldout.num_tokens <= most:
+            return self
+        num_groups = heldout.num_documents // together
+        order = permute(np.arange(num_groups), size=num_groups, key="evaluated documents")
+        tokens = heldout.lengths.reshape(num_groups, together).sum(axis=1)[order]
+        num_kept = max(int(np.searchsorted(np.cumsum(tokens), most, side="right")), 1)
+        kept = np.sort(order[:num_kept])[:, None] * together + np.arange(together)
+        chosen, bounds = kept.ravel(), self._bounds()
+        some = heldout.select(chosen)
+        note = (
+            f"evaluated on {some.num_tokens:,} of {heldout.num_tokens:,} held-out tokens "
+            "(training.evaluate_tokens; jaxinfra evaluate reads all)"
+        )
+        return dataclasses.replace(
+            self,
+            heldout=some,
+            heldout_names=tuple(self.heldout_names[int(each)] for each in chosen),
+            heldout_bounds=tuple(bounds[int(each)] for each in chosen),
+            notes=(*self.notes, note),
+        )
 
 
 def _open_pretokenized(config: DataConfig, *, tokenizer: Tokenizer | None) -> Corpus:

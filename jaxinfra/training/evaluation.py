@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 
 import jax
@@ -17,6 +17,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.mixture import OWN
 from jaxinfra.config.preferences import PreferenceLoss
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.batch import Batch
@@ -117,11 +118,33 @@ class Interrupted(Exception):
     """Raised inside an evaluation when ``stop`` returns True before all batches are done."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Between:
+    """What an evaluation asks and tells between its batches."""
+
+    stop: Callable[[], bool] = lambda: False  # whether to end: then it raises Interrupted
+    # Told the set's name, the number of batches that are done, and of how many, if known.
+    told: Callable[[str, int, int | None], None] = lambda *_: None
+
+    def batches[B](self, batches: Iterable[B], name: str) -> Iterator[B]:
+        """Passes batches on; asks before each and after the last, and tells how many are done."""
+        total = len(batches) if isinstance(batches, Sized) else None
+        self._ask()
+        for number, batch in enumerate(batches):
+            self.told(name, number, total)
+            yield batch
+            self._ask()
+
+    def _ask(self) -> None:
+        if self.stop():
+            raise Interrupted
+
+
 def evaluate_sets(
-    job: Job, tree: Parameters, texts: Texts, *, stop: Callable[[], bool] | None = None
+    job: Job, tree: Parameters, texts: Texts, *, between: Between = Between()
 ) -> SetEvaluations:
-    """Computes the held-out loss of every evaluation set. If ``stop`` returns True before the last
-    set is done, raises Interrupted.
+    """Computes the held-out loss of every evaluation set. If ``between.stop`` returns True before
+    the last set is done, raises Interrupted.
     """
     if isinstance(texts, OwnTexts):
         share = job.process_share()
@@ -129,16 +152,15 @@ def evaluate_sets(
             name: evaluate(
                 job.evaluation_step,
                 tree,
-                texts.batches(name, job.config, share),
+                between.batches(texts.batches(name, job.config, share), name),
                 None,
                 put=job.put,
-                stop=stop,
             )
             for name in texts.heldout
         }
     else:
         sets = {
-            name: evaluate_heldout(job, tree, arrays, stop=stop)
+            name: evaluate_heldout(job, tree, arrays, between=between, name=name)
             for name, arrays in texts.heldout.items()
         }
     return SetEvaluations(
@@ -159,13 +181,18 @@ def pooled_evaluation(parts: Sequence[Evaluation]) -> Evaluation:
 
 
 def evaluate_heldout(
-    job: Job, tree: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None = None
+    job: Job,
+    tree: Parameters,
+    arrays: TokenArrays,
+    *,
+    between: Between = Between(),
+    name: str = OWN,
 ) -> Evaluation:
     """Computes the loss of a text by the job's evaluation step, or, in a run on pairs of answers,
     the loss of its pairs.
     """
     if job.config.preferences is not None:
-        return _evaluate_pairs(job, tree, arrays, stop=stop)
+        return _evaluate_pairs(job, tree, arrays, between=between, name=name)
     training = job.config.training
     part, parts = job.process_share()
     batches = HeldoutBatches(
@@ -175,24 +202,23 @@ def evaluate_heldout(
         process_index=part,
         process_count=parts,
     )
-    return evaluate(job.evaluation_step, tree, batches, arrays, put=job.put, stop=stop)
+    asked = between.batches(batches, name)
+    return evaluate(job.evaluation_step, tree, asked, arrays, put=job.put)
 
 
 def _evaluate_pairs(
-    job: Job, tree: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None
+    job: Job, tree: Parameters, arrays: TokenArrays, *, between: Between, name: str
 ) -> Evaluation:
     """Sums the loss over all pairs of a text, each counted once; a collective."""
     preferences = job.config.preferences
     assert preferences is not None, "a run of pairs"
     of_rows = jax.jit(functools.partial(pair_sums, config=preferences))
     loss, figures = 0.0, collections.defaultdict[str, float](float)
-    _ask(stop)
-    for batch, each_BT, _ in pair_rows(job, tree, arrays):
+    for batch, each_BT, _ in between.batches(pair_rows(job, tree, arrays), name):
         found = jax.device_get(of_rows(each_BT, batch))
         loss += float(found.loss)
-        for name, value in found.figures.items():
-            figures[name] += float(value)
-        _ask(stop)
+        for what, value in found.figures.items():
+            figures[what] += float(value)
     record = pair_record(figures)
     nll = record.get("preferences/chosen_nll")
     return Evaluation(
@@ -204,11 +230,6 @@ def _evaluate_pairs(
     )
 
 
-def _ask(stop: Callable[[], bool] | None) -> None:
-    if stop is not None and stop():
-        raise Interrupted
-
-
 def evaluate(
     step: Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]],
     tree: Parameters,
@@ -216,7 +237,6 @@ def evaluate(
     arrays: TokenArrays | None,
     *,
     put: Callable[[Batch], Batch],
-    stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Sums the nll in nats over batches that together count each token of ``arrays`` once.
 
@@ -225,7 +245,6 @@ def evaluate(
         step: a jitted ``make_evaluation_step``.
         tree: parameters and state of the model.
         put: moves a batch to the devices.
-        stop: called between batches; if it returns True, the evaluation raises Interrupted.
     """
     total, count = 0.0, 0.0
     pending: list[tuple[Float[Array, ""], Float[Array, ""]]] = []
@@ -238,7 +257,6 @@ def evaluate(
             count += float(weight)
 
     for batch in batches:
-        _ask(stop)
         pending.append(step(tree, put(batch)))
         drain(keep=2)  # the host prepares the next batch while the device works
     drain(keep=0)

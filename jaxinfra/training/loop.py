@@ -16,7 +16,7 @@ from jaxinfra.data.batch import batch_checksum, rows_checksum
 from jaxinfra.errors import CheckpointError
 from jaxinfra.runtime.host_exchange import ProcessTable
 from jaxinfra.runtime.recorder import EXCLUDED
-from jaxinfra.training.evaluation import Interrupted, evaluate_sets
+from jaxinfra.training.evaluation import Between, Interrupted, evaluate_sets
 from jaxinfra.training.examine import explain_spike, locate_nonfinite
 from jaxinfra.training.job import Job, StepPrograms
 from jaxinfra.training.metrics import MetricsLog
@@ -347,7 +347,7 @@ class Trainer:
                 self._job,
                 self._state.evaluated,
                 self._corpora,
-                stop=self._is_to_stop_evaluating,
+                between=Between(stop=self._is_to_stop_evaluating, told=self._progress.evaluating),
             )
         except Interrupted:
             return

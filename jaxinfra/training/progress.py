@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from jaxinfra.config.mixture import OWN
 from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.runtime.devices import device_peak
 from jaxinfra.training.job import Job
@@ -143,6 +144,9 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
 
 
+_TOLD_EVERY_S = 10.0  # seconds between plain lines of an evaluation
+
+
 class Progress:
     """The display of a run: a live panel on a terminal, plain lines elsewhere.
 
@@ -154,6 +158,7 @@ class Progress:
     def __init__(self, *, every: int, quiet: bool = False):
         self._every = every
         self._quiet = quiet
+        self._told_at = time.perf_counter()
         self._console = Console(file=sys.stdout, highlight=False)
         self._live = (
             Live(console=self._console, refresh_per_second=4)
@@ -175,6 +180,19 @@ class Progress:
         if not self._quiet:
             self._console.print(text, markup=False, soft_wrap=True)
             sys.stdout.flush()
+
+    def evaluating(self, name: str, done: int, total: int | None) -> None:
+        """Shows how far an evaluation is: on the panel, or on a line every ten seconds."""
+        now = time.perf_counter()
+        if done == 0:
+            self._told_at = now
+        of = "" if total is None else f" of {total}, {done / max(total, 1):.0%}"
+        line = f"evaluating{'' if name == OWN else f' {name}'}: {done} batches{of}"
+        if self._live is not None:
+            self._live.update(line)
+        elif now - self._told_at > _TOLD_EVERY_S:
+            self._told_at = now
+            self.message(line)
 
     def show(
         self,

@@ -80,6 +80,7 @@ def open_data(
     initial: Callable[[], State],
     run: RunDirectory | None = None,
     tokenizer: Tokenizer | None = None,
+    heldout_tokens: int | None = None,
 ) -> Corpora:
     """Opens the corpora that a job's config names; a collective.
 
@@ -88,6 +89,7 @@ def open_data(
             called only if the reference's log probabilities are needed and not yet computed.
         run: run directory with files of the start model and the reference's log probabilities.
         tokenizer: tokenizer of a checkpoint, if the run continues from one.
+        heldout_tokens: most tokens of each held-out set; None: all.
     """
     config = job.config
     open_it = functools.partial(
@@ -102,10 +104,11 @@ def open_data(
         processes.on_first(lambda: open_it() and None)
     preferences = config.preferences
     if preferences is None or not preferences.has_reference:
-        return open_it()
+        return open_it().with_heldout_tokens(heldout_tokens)
     tree = functools.cache(lambda: initial().evaluated)
     kept = None if run is None else run.reference
-    return open_it().changed(lambda arrays: _with_reference(job, tree, kept, arrays))
+    corpora = open_it().with_heldout_tokens(heldout_tokens)
+    return corpora.changed(lambda arrays: _with_reference(job, tree, kept, arrays))
 
 
 def _with_reference(

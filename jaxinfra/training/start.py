@@ -186,7 +186,14 @@ def _texts_and_batches(
             own.texts(job.config, tokenizer),
             OwnBatches(own.data, job.config, share=share, say=say),
         )
-    corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run, tokenizer=tokenizer)
+    corpora = open_data(
+        job,
+        cache_dir=cache_dir,
+        initial=initial,
+        run=run,
+        tokenizer=tokenizer,
+        heldout_tokens=job.config.training.evaluate_tokens,
+    )
     batches = batches_of(job, corpora)
     return corpora if own is None else own.texts(job.config, corpora.tokenizer), batches
 

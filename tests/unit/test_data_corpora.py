@@ -17,7 +17,14 @@ from jaxinfra.data.token_arrays import write_token_arrays
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.run_view import read_view
 from jaxinfra.errors import DataError
-from jaxinfra.training.evaluation import Evaluation, SetEvaluations, pooled_evaluation
+from jaxinfra.training.evaluation import (
+    Between,
+    Evaluation,
+    Interrupted,
+    SetEvaluations,
+    pooled_evaluation,
+)
+from jaxinfra.training.progress import Progress
 
 BYTES = TokenizerConfig(kind=TokenizerKind.BYTES)
 
@@ -126,3 +133,38 @@ def test_a_view_shows_every_set(tmp_path: Path):
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     head = read_view(run.path).headline()
     assert (head["held-out a"], head["held-out b"]) == ("1.5000", "-")
+
+
+def test_an_evaluation_reads_a_fixed_choice_of_whole_documents(texts: Path):
+    corpora = opened(texts)
+    capped = corpora.with_heldout_tokens(600)
+    whole, some = corpora.heldout["v"], capped.heldout["v"]
+    assert 0 < some.num_tokens <= 600 < whole.num_tokens
+    assert some.num_bytes == some.num_tokens  # a byte is a token
+    (note,) = capped.validation["v"].notes
+    assert note.startswith(f"evaluated on {some.num_tokens:,} of {whole.num_tokens:,} held-out")
+    again = corpora.with_heldout_tokens(600).heldout["v"]
+    assert again.fingerprint == some.fingerprint
+    held = capped.validation["v"].heldout_documents()
+    assert held == [bytes(some.document(n).tolist()) for n in range(some.num_documents)]
+    assert set(held) < set(corpora.validation["v"].heldout_documents())
+    assert corpora.with_heldout_tokens(10**6).heldout["v"] is whole
+    assert corpora.with_heldout_tokens(1).heldout["v"].num_documents == 1
+    together = corpora.validation["v"].with_heldout_tokens(600, together=2)
+    names = [int(name.split(".")[0].rsplit("/")[-1]) for name in together.heldout_names]
+    listed = [int(n.split(".")[0].rsplit("/")[-1]) for n in corpora.validation["v"].heldout_names]
+    places = [listed.index(each) for each in names]
+    assert all(second == first + 1 for first, second in zip(places[::2], places[1::2], strict=True))
+
+
+def test_an_evaluation_says_how_far_it_is(capsys, monkeypatch):
+    told = [0.0]
+    monkeypatch.setattr("jaxinfra.training.progress.time.perf_counter", lambda: told[-1])
+    between = Between(told=Progress(every=1).evaluating)
+    batches = between.batches(["x"] * 4, "code")
+    for now in (0.0, 5.0, 12.0, 15.0):
+        told.append(now)
+        next(batches)
+    assert capsys.readouterr().out == "evaluating code: 2 batches of 4, 50%\n"
+    with pytest.raises(Interrupted):
+        next(Between(stop=lambda: True).batches(["x"], "code"))
