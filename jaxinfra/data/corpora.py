@@ -78,7 +78,7 @@ class Corpora:
         return dataclasses.replace(self, sources=sources, validation=validation)
 
     def with_heldout_tokens(self, most: int | None) -> "Corpora":
-        """Returns the corpora with at most so many tokens in each held-out set; None: all."""
+        """Returns the corpora with at most ``most`` tokens in each held-out set; None: all."""
         if most is None:
             return self
         together = 2 if self.config.format in PAIRED else 1

@@ -82,7 +82,7 @@ class Corpus:
         return list(itertools.pairwise([0, *ends]))
 
     def with_heldout_tokens(self, most: int, *, together: int = 1) -> "Corpus":
-        """Returns the corpus with at most so many held-out tokens: whole documents of a fixed
+        """Returns the corpus with at most ``most`` held-out tokens: whole documents of a fixed
         pseudo-random choice, at least one.
 
         Args:

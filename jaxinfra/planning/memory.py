@@ -176,6 +176,11 @@ def _buffers(model: PlannedModel, layout: Layout, gradients: float, *, sums: flo
         sums: the part of the gradients that the micro-batches before have left.
     """
     layer = max(_working_set(layer, layout) for layer in model.layers)
+    if layout.mesh.expert > 1 and layout.zero == 3:
+        # The loop over layers hands its backward pass a copy of the device's share of all experts.
+        elements = device_parameters(model, layout, experts=True)
+        shards = layout.data_shards(experts=True)
+        layer += layout.training_recipe.weights * elements / shards
     table = 6.0 * model.config.vocab_size * model.config.model_dim / layout.mesh.tensor
     loss = loss_form(model, layout).chunk_bytes + table
     return max(layer, loss + sums - gradients)
@@ -200,9 +205,10 @@ def _working_set(layer: LayerKind, layout: Layout) -> float:
             # Buffers have room for more rows than there are, up to those of all devices.
             room = _room_for_rows(tokens, layout.mesh.expert, experts, layout.exchange)
             hidden += item * (room - rows) * experts.hidden_dim / tensor
+            routed = 2 * item * rows * layer.model_dim  # what is sent and what has arrived
             rows = room
         # Results of the experts, again as the backward pass computes them, and their gradient.
-        routed = 3 * item * rows * layer.model_dim
+        routed += 3 * item * rows * layer.model_dim
     again = 0.0
     if layout.remat in (Remat.FULL, Remat.NAMED, Remat.MLP):
         # The layer's forward pass runs again before its backward pass.

@@ -120,7 +120,7 @@ class Interrupted(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Between:
-    """What an evaluation asks and tells between its batches."""
+    """Functions that an evaluation calls between its batches, to be stopped and to say how far."""
 
     stop: Callable[[], bool] = lambda: False  # whether to end: then it raises Interrupted
     # Told the set's name, the number of batches that are done, and of how many, if known.
