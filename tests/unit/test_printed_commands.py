@@ -60,7 +60,8 @@ def said_with(devices, *words):
 @pytest.mark.parametrize("mesh", ["fsdp=3", "fsdp=3,tensor=2"])
 def test_what_memory_prints_trains(mesh):
     words = ["tiny", "--mesh", mesh, *SHAPES[mesh], *SMALL]
-    said, code = said_with(6, "memory", *words, "--limit", "0.0001")
+    devices = train.config_of(options_of(train, words)).mesh.num_devices
+    said, code = said_with(devices, "memory", *words, "--limit", "0.0001")
     assert code == 1, said
     printed = re.findall(r"^remedy: (.*?): ", said, re.MULTILINE)
     assert printed
