@@ -163,6 +163,14 @@ def activation_bytes(model: PlannedModel, layout: Layout) -> float:
         saved += layout.activation_bytes * kept
     if layout.keep_gathered:
         saved += layout.activation_bytes * gathered_elements(model, layout)
+    if layout.training_recipe.compute == "fp8" and layout.remat not in (Remat.NAMED, Remat.FULL):
+        # The 8-bit weights, a byte per element, as this device stores them.
+        shards = layout.mesh.fsdp if layout.zero == 3 else 1
+        elements = sum(
+            layer.count * layer_elements(layer, layout.mesh.tensor, 1, experts=False)
+            for layer in model.layers
+        )
+        saved += elements / shards
     return saved / layout.mesh.pipe * micro_batches_in_flight(layout)
 
 

@@ -360,6 +360,7 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
     hidden, gated = tokens * layer.hidden_width / tensor, layer.is_gated
     rotated = tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor) / 2)
     inward = item * tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor))
+    inward += _quantized_inputs(layer, layout)
     # Outputs of the projections back into the stream are whole on every device of the axis.
     if remat is Remat.MLP:
         return stream + core + inward + 2 * stream
@@ -372,6 +373,18 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
     # of the activation the fp32 inputs, the sigmoid or its like, the fp32 and the final output.
     fp32 = 18.0 if gated else 14.0
     return stream + core + dots + 3 * layer.num_norms * stream + 2 * rotated + fp32 * hidden
+
+
+def _quantized_inputs(layer: LayerKind, layout: Layout) -> float:
+    """Returns bytes of the projections' 8-bit inputs, which gradients of the weights read."""
+    if layout.training_recipe.compute != "fp8":
+        return 0.0
+    tokens, tensor = float(layout.micro_tokens), layout.mesh.tensor
+    stream = tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
+    attention = stream + tokens * layer.mixer.value_width / tensor
+    if isinstance(layer.feed_forward, ExpertsConfig):  # 16 bits unless asked for
+        return attention
+    return attention + stream + tokens * layer.hidden_width / tensor
 
 
 def _megatron_saved(layer: LayerKind, layout: Layout) -> float:
