@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from jaxinfra.axes import Dims
+from jaxinfra.config.record import record
 from jaxinfra.errors import UnsupportedError
 
 SCALE = "_scale"
@@ -28,7 +29,7 @@ class CacheFormat(enum.StrEnum):
         return {"fp8": 8, "int8": 8, "int4": 4}.get(self.value)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class CachedArray:
     """One array of a layer's KV cache: name, shape and logical dims per token."""
 
@@ -37,7 +38,7 @@ class CachedArray:
     dims: Dims  # logical dims, one for each entry of the shape
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StateArray:
     """One array of a layer's state, whose size does not grow with the sequence."""
 
@@ -47,7 +48,7 @@ class StateArray:
     is_sum: bool = True  # it sums over tokens, in the accum dtype; else in the compute dtype
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class CacheSpec:
     """The arrays that a mixer keeps of past tokens, in two kinds."""
 

@@ -13,6 +13,7 @@ from jaxinfra.config.mixture import (
     ValidationSet,
     check_mixture,
 )
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 STDLIB = "stdlib"
@@ -74,7 +75,7 @@ class TokenizerKind(enum.StrEnum):
     FILE = "file"  # any tokenizer.json
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class TokenizerConfig:
     """A tokenizer; its vocabulary may not exceed the model's.
 
@@ -97,7 +98,7 @@ class TokenizerConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class DataConfig:
     """A corpus, its tokenizer, and its split into training and held-out documents.
 

@@ -1,8 +1,8 @@
 """Settings of the exchange that sends tokens to experts on other devices."""
 
-import dataclasses
 import enum
 
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ class ExchangeImplementation(enum.StrEnum):
     RAGGED = "ragged"  # ragged_all_to_all without padding; on CUDA only
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ExchangeConfig:
     """Form and buffer sizes of the exchange.
 

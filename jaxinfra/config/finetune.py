@@ -1,10 +1,10 @@
 """Settings of fine-tuning: the weights to start from, and the part of them to train."""
 
-import dataclasses
 import enum
 import math
 
 from jaxinfra.config.limits import require_within
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError, nearest
 
 PROJECTIONS = (
@@ -14,7 +14,7 @@ PROJECTIONS = (
 """Projections of a block, which low-rank adapters may be put beside."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class InitConfig:
     """The weights that a run starts from."""
 
@@ -48,7 +48,7 @@ class AdapterScaling(enum.StrEnum):
     RSLORA = "rslora"  # alpha / sqrt(rank): updates as large at any rank (Kalajdzievski 2023)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): y = W x + s B A x, W frozen.
 

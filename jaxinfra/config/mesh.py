@@ -6,6 +6,7 @@ import math
 
 from jaxinfra.axes import MESH_AXES, MeshAxis
 from jaxinfra.config.limits import require_within
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.runtime.files import whole_number
 
@@ -15,7 +16,7 @@ NODES = "expert nodes"
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class MeshConfig:
     """Sizes of the mesh axes, slowest link first. One device by default.
 
@@ -161,7 +162,7 @@ def shared_by_experts(
     return None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ShardingConfig:
     """Choices of what is sharded over the mesh axes.
 

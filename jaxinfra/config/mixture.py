@@ -1,13 +1,13 @@
 """Mixtures of several sources, each with its fraction of a batch, and named evaluation sets."""
 
 import bisect
-import dataclasses
 import enum
 import itertools
 import math
 import re
 from collections.abc import Sequence
 
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError, nearest
 
 type Weight = float | tuple[tuple[int, float], ...]
@@ -33,7 +33,7 @@ class MixtureBetween(enum.StrEnum):
     HOLD = "hold"  # the weight of the earlier time
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class MixtureSource:
     """One of several sources; the format and tokenizer of ``DataConfig`` apply to all of them.
 
@@ -90,7 +90,7 @@ class MixtureSource:
         return weight + (later - weight) * ((time - begin) / (end - begin))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ValidationSet:
     """A named set of documents that is evaluated, never trained on.
 

@@ -7,13 +7,14 @@ from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.kinds import Branches, Head, MlpKind, NormKind, NormPlacement, QkNormOver
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
+from jaxinfra.config.record import record
 from jaxinfra.config.recurrent import GatedDeltaConfig, StateSpaceConfig
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.errors import ConfigError, UnsupportedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class NormConfig:
     """A normalization layer.
 
@@ -35,7 +36,7 @@ class NormConfig:
             raise ConfigError("a norm with bias and without scale: no layer here has one")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class QueryScaling:
     """Growth of queries with their positions: 1 + rate * ln(1 + floor((position + first) / every)).
 
@@ -53,7 +54,7 @@ class QueryScaling:
             raise ConfigError(f"query_scaling every={self.every} must be at least 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class GroupedAttentionConfig:
     """Self-attention: MHA (kv heads = query heads), GQA (fewer kv heads) or MQA (one kv head).
 
@@ -153,7 +154,7 @@ class GroupedAttentionConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class LatentAttentionConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
@@ -235,7 +236,7 @@ type MixerConfig = (
 """Config of a layer that mixes the positions of a sequence."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class MlpConfig:
     """A dense feed-forward layer.
 
@@ -258,7 +259,7 @@ class MlpConfig:
         return {"mlp.hidden_dim": self.hidden_dim}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ExpertsConfig:
     """Routed experts, and shared experts that every token passes (DeepSeekMoE, arXiv 2401.06066).
 
@@ -301,7 +302,7 @@ type FeedForwardConfig = MlpConfig | ExpertsConfig | OwnFeedForward
 """Config of a layer that transforms each position by itself."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class BlockConfig:
     """One transformer block: a mixer and a feed-forward layer, each on a residual branch.
 
@@ -342,7 +343,7 @@ class BlockConfig:
         return per_layer * (1 if self.feed_forward is None else 2)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Stack:
     """A pattern of blocks, repeated; the model runs the repetitions in a ``scan``.
 
@@ -374,7 +375,7 @@ def stacked(*pattern: BlockConfig, num_layers: int) -> tuple[Stack, ...]:
     return (Stack(pattern=pattern, repeats=num_layers // len(pattern)),)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ModelConfig:
     """A decoder-only language model: stacks of layers, one after the other.
 

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ class OptimizerKind(enum.StrEnum):
     ADAFACTOR = "adafactor"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class MuonConfig:
     """Muon (Jordan et al. 2024) for hidden matrices; all other parameters use AdamW.
 
@@ -59,7 +60,7 @@ class MomentFormat(enum.StrEnum):
     FP8 = "fp8"  # e4m3 with a scale for each array, rounded stochastically
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class OptimizerConfig:
     """An optimizer: AdamW, another kind, or Muon beside AdamW; decay applies to matrices only.
 

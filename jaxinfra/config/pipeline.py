@@ -1,8 +1,8 @@
 """Settings of pipeline parallelism: the schedule and its chunks."""
 
-import dataclasses
 import enum
 
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ class PipelineSchedule(enum.StrEnum):
     ZB_V = "zb_v"  # the same with two chunks per stage, laid out as a V (Qi et al. 2024)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class PipelineConfig:
     """Settings of a mesh with a pipe axis. The number of micro-batches is
     ``training.accumulation``.

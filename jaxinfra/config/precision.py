@@ -1,8 +1,8 @@
 """Numeric policies of a run, by name; ``jaxinfra.numerics`` maps the names to dtypes."""
 
-import dataclasses
 import enum
 
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ class Fp8Scales(enum.StrEnum):
     POWER_OF_TWO = "power_of_two"  # dividing by them is exact
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Fp8Matmuls:
     """Matmuls of 8-bit operands, forward and backward; their results are in the compute dtype."""
 
@@ -105,7 +105,7 @@ class LossScaling(enum.StrEnum):
     DYNAMIC = "dynamic"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class PrecisionConfig:
     """The numeric policy, matmuls in 8 bits and loss scaling.
 

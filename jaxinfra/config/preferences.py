@@ -1,10 +1,10 @@
 """Settings of training on preferences (which answers are better): loss and strength."""
 
-import dataclasses
 import enum
 import math
 
 from jaxinfra.config.data import DataFormat
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ class PreferenceLoss(enum.StrEnum):
     REWARD = "reward"  # a reward model (Bradley and Terry 1952; Ouyang et al. 2022, equation 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class PreferenceConfig:
     """A loss on answers. dpo, ipo and kto use the run's start model as reference.
 

@@ -1,12 +1,12 @@
 """Mixers that keep a state of fixed size per sequence, in place of keys and values per token."""
 
-import dataclasses
 import enum
 from typing import ClassVar
 
 from jaxinfra import axes
 from jaxinfra.config.cache import CacheSpec, StateArray
 from jaxinfra.config.limits import require_within
+from jaxinfra.config.record import record
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 
@@ -18,7 +18,7 @@ class OutputGate(enum.StrEnum):
     SIGMOID = "sigmoid"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class RecurrentConfig:
     """Fields and properties of all mixers that keep a state, a matrix per value head."""
 
@@ -99,7 +99,7 @@ class RecurrentConfig:
         require_within(num_q_heads=self.num_value_heads)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class GatedDeltaConfig(RecurrentConfig):
     """The gated delta rule (Yang et al. 2024, arXiv 2412.06464), also with a decay per channel.
 
@@ -127,7 +127,7 @@ class GatedDeltaConfig(RecurrentConfig):
         return 6.0 * self.num_value_heads * self.key_dim * self.value_dim
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StateSpaceConfig(RecurrentConfig):
     """A state space model with a scalar decay per head (Mamba 2, arXiv 2405.21060).
 

@@ -1,26 +1,26 @@
 """Rotary position embedding (RoPE): its base, and the scalings for longer contexts."""
 
-import dataclasses
 import enum
 
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class LinearScaling:
     """Position interpolation: every frequency divided by ``factor`` (Chen et al. 2023)."""
 
     factor: float  # positions are divided by it
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class NtkScaling:
     """NTK-aware scaling: base multiplied by factor^(d/(d-2)), so high frequencies hardly change."""
 
     factor: float  # context length over that of pretraining
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Llama3Scaling:
     """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a linear ramp between."""
 
@@ -30,7 +30,7 @@ class Llama3Scaling:
     original_max_positions: int  # of pretraining
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class YarnScaling:
     """YaRN: interpolation by parts and a softmax temperature (Peng et al. 2023, section 3)."""
 
@@ -42,7 +42,7 @@ class YarnScaling:
     truncate: bool = True  # round the ends of the ramp between them to whole dims
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class LongRopeScaling:
     """LongRoPE: each pair's frequency divided by its own factor (Ding et al. 2024; Phi-3).
 
@@ -66,7 +66,7 @@ class RopePairs(enum.StrEnum):
     NEIGHBOURS = "neighbours"  # 2i and 2i + 1: the paper, DeepSeek
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021), theta_i = theta^(-2i/d).
 

@@ -1,8 +1,8 @@
 """Routing of tokens to experts, and balancing of the experts' loads."""
 
-import dataclasses
 import enum
 
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ class GroupScore(enum.StrEnum):
     TOP2_SUM = "top2_sum"  # sum of the two highest: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class RoutingConfig:
     """Routing from a router's logits to a token's experts and their weights, all in fp32."""
 
@@ -46,7 +46,7 @@ class RoutingConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class BalanceConfig:
     """Settings that balance the experts' loads; loss weights multiply means over tokens."""
 

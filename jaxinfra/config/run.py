@@ -1,6 +1,5 @@
 """A whole run: the configs of its parts, how long it trains, and the checks that span them."""
 
-import dataclasses
 import enum
 
 from jaxinfra.config.data import DataConfig
@@ -15,10 +14,11 @@ from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.config.preferences import PreferenceConfig
+from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StatisticsConfig:
     """Statistics of each layer's activations, gradients, weights and updates."""
 
@@ -29,7 +29,7 @@ class StatisticsConfig:
             raise ConfigError(f"statistics.every={self.every} must be at least 1, or none")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ReliabilityConfig:
     """Limits and intervals of a run's checks for hardware and numeric faults; None: off."""
 
@@ -79,7 +79,7 @@ class Remat(enum.StrEnum):
         return self in (Remat.AUTO, Remat.OPTIMAL)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class KeptValues:
     """Names of the values that a number of consecutive layers keep for the backward pass.
 
@@ -127,7 +127,7 @@ LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
 them."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class TrainingConfig:
     """Length, batch size and step of a training run.
 
@@ -217,7 +217,7 @@ class TrainingConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class CheckpointConfig:
     """Times at which checkpoints are written, and which of them are kept.
 
@@ -237,7 +237,7 @@ class CheckpointConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class RunConfig:
     """All settings that decide what a run computes.
 
