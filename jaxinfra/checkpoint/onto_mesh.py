@@ -1,5 +1,6 @@
 """Reading of parameters onto a mesh: each device its shard, quantized if asked for."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -30,6 +31,7 @@ from jaxinfra.ops.quantized import QuantizedWeight, double_quantized
 from jaxinfra.parallel.place import path_name
 
 _PIECE_BYTES = 256 * 2**20  # of a stacked parameter that are on the host at a time
+_NUM_READERS = 8  # parameters that are read at the same time
 
 
 def place_parameters(
@@ -55,7 +57,13 @@ def place_parameters(
         stacked = name.startswith("blocks/")
         return _place(source, name, leaf, sharding, stacked=stacked, piece_bytes=piece_bytes)
 
-    placed = jax.tree_util.tree_map_with_path(place, only(definition.arrays, shardings), shardings)
+    # Processes of one mesh have to call the same programs in the same order.
+    num_threads = _NUM_READERS if jax.process_count() == 1 else 1
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        coming = jax.tree_util.tree_map_with_path(
+            lambda *each: pool.submit(place, *each), only(definition.arrays, shardings), shardings
+        )
+        placed = jax.tree.map(lambda each: each.result(), coming)
     require_finite(by_path(placed), where="the model's files")
     return placed
 
@@ -74,7 +82,9 @@ def _place(
 
         def read(index: Index) -> np.ndarray:
             rows = slice(index[0].start + start, index[0].stop + start)
-            return source.read(name, (rows, *index[1:])).astype(leaf.dtype)
+            found = source.read(name, (rows, *index[1:]))
+            # A view may be of a file, and devices of the host take over what they are given.
+            return found.astype(leaf.dtype, copy=found.base is not None)
 
         return read_shards((stop - start, *leaf.shape[1:]), sharding, read)
 

@@ -42,9 +42,10 @@ STORED = DTYPES | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file: the file, and the tensor's shape and dtype."""
+    """A tensor in a safetensors file: its place there, its shape and its dtype."""
 
     file: Path
+    start: int  # byte of the file
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -62,15 +63,20 @@ class TensorFiles:
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a slice of a tensor; no other part of the file stays in memory."""
+        """Returns a slice of a tensor as a view of the mapped file, for the caller to copy.
+
+        The file stays mapped as long as the view; its pages count as memory until then.
+        """
         tensor = self.tensors[name]
-        if tensor.dtype.name not in DTYPES.values():
-            return _read_bytes(tensor.file, name)[index].copy()
-        # Opened for each read: the pages of a mapped file count as memory until it is closed.
-        with _open(tensor.file) as file:
-            if not index:
-                return file.get_tensor(name)
-            return file.get_slice(name)[index]
+        if not tensor.num_bytes:
+            return np.empty(tensor.shape, tensor.dtype)[index]
+        try:
+            raw = np.memmap(tensor.file, np.uint8, "r", offset=tensor.start, shape=tensor.num_bytes)
+        except (OSError, ValueError) as error:  # ValueError: it is shorter than when it was opened
+            raise CheckpointError(
+                f"{tensor.file} is missing or truncated ({error}); copy it again from its source"
+            ) from error
+        return np.asarray(raw).view(tensor.dtype).reshape(tensor.shape)[index]
 
 
 def open_tensor_files(directory: Path) -> TensorFiles:
@@ -138,7 +144,10 @@ def _open(file: Path):
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     found = {}
-    with _open(file) as opened:
+    with _open(file) as opened:  # the library checks the header
+        with file.open("rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            entries = json.loads(raw.read(length))
         for name in opened.keys():  # noqa: SIM118 (it is no mapping)
             tensor = opened.get_slice(name)
             dtype = tensor.get_dtype()
@@ -148,19 +157,12 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                     f"{', '.join(STORED)}"
                 )
             found[name] = StoredTensor(
-                file=file, shape=tuple(tensor.get_shape()), dtype=jnp.dtype(STORED[dtype])
+                file=file,
+                start=8 + length + entries[name]["data_offsets"][0],
+                shape=tuple(tensor.get_shape()),
+                dtype=jnp.dtype(STORED[dtype]),
             )
     return found
-
-
-def _read_bytes(file: Path, name: str) -> np.ndarray:
-    """A tensor of a type that the library does not hand to NumPy, mapped and not read."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        entry = json.loads(opened.read(length))[name]
-    start, stop = entry["data_offsets"]
-    raw = np.memmap(file, np.uint8, "r", offset=8 + length + start, shape=stop - start)
-    return raw.view(jnp.dtype(STORED[entry["dtype"]])).reshape(entry["shape"])
 
 
 class _Index(TypedDict):

@@ -113,8 +113,12 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Returns the serving engine's options as given; others have the device's defaults."""
+def engine_options(args: argparse.Namespace, platform: str | None = None) -> EngineOptions:
+    """Returns the serving engine's options as given; others have the platform's defaults.
+
+    Args:
+        platform: JAX's name of it; by default that of this machine's devices.
+    """
     given: dict[str, Any] = {name: getattr(args, name) for name, _ in _OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     if args.memory_fraction is not None:
@@ -127,4 +131,4 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
                 f"--host-gib {args.host_gib:g}: a size above 0, with --preemption host"
             )
         given["host_bytes"] = int(args.host_gib * 2**30)
-    return dataclasses.replace(options_on(jax.default_backend()), **given)
+    return dataclasses.replace(options_on(platform or jax.default_backend()), **given)

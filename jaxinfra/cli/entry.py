@@ -15,10 +15,12 @@ def main() -> int:
     # Python's own handler would show where a SIGINT came, which helps no user yet.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
+    # These take their time.
     from jaxinfra.runtime.signals import (
+        end_without_waiting,
         guard_process,
         ignore_signals_at_exit,
-    )  # these take their time
+    )
 
     guard_process()
     for stream in (sys.stdout, sys.stderr):
@@ -27,6 +29,8 @@ def main() -> int:
     from jaxinfra.cli.main import main as run
 
     try:
-        return run(sys.argv[1:])
+        code = run(sys.argv[1:])
     finally:
         ignore_signals_at_exit()
+    end_without_waiting(code)
+    return code

@@ -1,18 +1,24 @@
 """Loss, perplexity and bits per byte of a model on held-out text."""
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+
+import jax
 
 from jaxinfra.api.models import evaluate
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.checkpoint.hub import model_path
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.runtime.compile_cache import keep_compiled_programs
+from jaxinfra.runtime.files import user_cache
 from jaxinfra.serving.harness import evaluate_tasks
 from jaxinfra.serving.load import load
+from jaxinfra.serving.program_store import ProgramStore
 from jaxinfra.training.evaluation import Evaluation
 from jaxinfra.training.metrics import finite
 
@@ -97,9 +103,13 @@ def _run_tasks(args: argparse.Namespace) -> int:
     if args.data is not None:
         raise ConfigError(f"--tasks beside --data {args.data}: a task has its own text")
     mesh = parse_mesh(args.mesh) if args.mesh else None
+    cache = args.cache or user_cache()
+    keep_compiled_programs(cache)
+    store = ProgramStore(cache / "programs") if jax.process_count() == 1 else None
     with nonfinite_allowed(allowed=args.allow_nonfinite):
+        model = load(args.run, step=args.step, mesh=mesh)
         found = evaluate_tasks(
-            load(args.run, step=args.step, mesh=mesh),
+            dataclasses.replace(model, store=store),
             args.tasks.split(","),
             shots=args.shots,
             limit=args.limit,

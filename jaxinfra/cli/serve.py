@@ -16,7 +16,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -286,10 +286,15 @@ class ServedModels:
     read: Callable[[], list[LoadedModel]] | None
 
 
-def read_models(args: argparse.Namespace, path: Path, mesh: MeshConfig) -> ServedModels:
+def read_models(
+    args: argparse.Namespace, path: Path, mesh: MeshConfig, *, absent: Sequence[jax.Device] = ()
+) -> ServedModels:
     """Reads the models and adapters that a server's command line names.
 
     Of models on one device it reads only the shapes: programs can compile while weights are read.
+
+    Args:
+        absent: devices that are not here, to describe the models for.
     """
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
@@ -297,7 +302,13 @@ def read_models(args: argparse.Namespace, path: Path, mesh: MeshConfig) -> Serve
     reading = functools.partial(load_models, args, path, *drafts)
     # Adapters are added to weights.
     is_ahead = jax.process_count() == 1 and not args.adapters and mesh.num_devices == 1
-    model, *drafts = reading(read=describe) if is_ahead else reading()
+    if absent and not is_ahead:
+        raise UnsupportedError(
+            "programs for an absent GPU are of one device and without adapters; leave --mesh and "
+            "--adapters out, or compile on a machine that has the GPUs"
+        )
+    described = functools.partial(reading, read=functools.partial(describe, devices=absent))
+    model, *drafts = described() if is_ahead else reading()
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         bank = _bank(model, path, args)
     return ServedModels(

@@ -39,6 +39,7 @@ from jaxinfra.quantize.recipes import (
 from jaxinfra.runtime.files import read_json
 from jaxinfra.serving.engine.fit import JAX_FRACTION, MemoryNeeds
 from jaxinfra.serving.engine.options import options_on
+from jaxinfra.serving.engine.program_set import listed_programs, most_temporaries
 
 PLAIN = "bf16"
 WEIGHTS = (PLAIN, *RECIPES)
@@ -222,24 +223,20 @@ def device_budget(device: Device) -> float:
 
 
 def memory_needs(model: PlannedModel, device: Device, serving: Serving) -> MemoryNeeds:
-    """Estimates what a device holds besides the KV cache, as a server's start measures it.
-
-    Temporaries are those of a step's longest chunks: a feed-forward layer's inputs and outputs, and
-    fp32 logits of one scored chunk, before and after the softmax.
-    """
+    """Returns what a device holds besides the KV cache, by a server's own formulas."""
     config, options = model.config, _OPTIONS
-    widest = max(getattr(block.feed_forward, "hidden_dim", 0) for block in config.blocks)
-    tokens = options.max_step_tokens
-    activations = 2 * tokens * _PLAIN_BYTES * (2 * widest + 2 * config.model_dim)
-    logits = 2 * options.chunk_sizes[-1] * config.vocab_size * 4
+    limits = options.limits(config)
+    temporary = most_temporaries(
+        listed_programs(limits, verify_length=None), config, itemsize=_PLAIN_BYTES
+    )
     page = options.page_size * kv_bytes_per_token(model, serving.cache)
     page *= cache_copies(model, serving.devices)
-    slots, shards = options.limits(config).num_state_slots, serving.devices
     return MemoryNeeds(
         weight_bytes=math.ceil(weight_bytes(model, device, serving) / serving.devices),
-        temporary_bytes=math.ceil((activations + logits) / serving.devices),
+        temporary_bytes=temporary,
         state_bytes=math.ceil(
-            options.max_running * config.vocab_size * 8 + slots * recurrent_bytes(config) / shards
+            options.max_running * config.vocab_size * 5  # the history of tokens
+            + limits.num_state_slots * recurrent_bytes(config) / serving.devices
         ),
         page_bytes=math.ceil(page / serving.devices),
     )
@@ -247,7 +244,8 @@ def memory_needs(model: PlannedModel, device: Device, serving: Serving) -> Memor
 
 def pool_tokens(model: PlannedModel, device: Device, serving: Serving) -> int:
     """Returns the tokens that the KV cache of a server holds by default."""
-    pages = memory_needs(model, device, serving).pages(device_budget(device))
+    usable = _OPTIONS.limits(model.config).num_pages  # by the longest requests, as many as may run
+    pages = min(usable, memory_needs(model, device, serving).pages(device_budget(device)))
     return max(0, pages - 1) * _OPTIONS.page_size
 
 

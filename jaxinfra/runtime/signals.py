@@ -157,6 +157,22 @@ def ignore_signals_at_exit() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+UNAWAITED = "unawaited"
+"""Beginning of the names of threads whose work nobody needs once the command has ended."""
+
+
+def end_without_waiting(code: int) -> None:
+    """Ends the process at once if threads named ``UNAWAITED`` are left; Python would wait for them.
+
+    Args:
+        code: exit code of the process.
+    """
+    if any(thread.name.startswith(UNAWAITED) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def process_request() -> StopRequest | None:
     """Returns the stop request that ``guard_process`` made; None if the process is not guarded."""
     return _of_process

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ from jaxinfra.serving.program_store import ProgramStore
 from jaxinfra.serving.sampling import SamplingConfig
 
 
-def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement:
+def serving_placement(
+    config: ModelConfig, mesh: MeshConfig | None, *, devices: Sequence[jax.Device] = ()
+) -> Placement:
     """Returns a mesh of the first devices and its sharding rules for serving. Rows are sharded over
     replica and fsdp, weights over fsdp and tensor, heads and their KV cache over tensor. If
     ``expert`` takes devices of fsdp or replica, these have no rows of their own: they shard
@@ -48,6 +50,7 @@ def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement
 
     Args:
         mesh: sizes of the mesh's axes; one device by default.
+        devices: absent devices to compile for; by default those that are here.
 
     Raises:
         ConfigError: generation does not use an axis, or the model's sizes are not divisible by it.
@@ -60,9 +63,10 @@ def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement
                 "only; give these the devices"
             )
     check_divides(config, mesh)
-    devices = jax.local_devices()
-    if mesh.num_devices > len(devices):
-        devices = jax.devices()
+    if not devices:
+        devices = jax.local_devices()
+        if mesh.num_devices > len(devices):
+            devices = jax.devices()
     return Placement(
         mesh=make_mesh(mesh, devices=devices[: mesh.num_devices]),
         rules=serving_rules(mesh),
@@ -103,6 +107,13 @@ class LoadedModel:
     def num_ids(self) -> int:
         """Number of token ids that may be sampled: known to the tokenizer and the model."""
         return min(self.tokenizer.vocab_size, self.definition.config.vocab_size)
+
+    @property
+    def platform(self) -> str:
+        """JAX's name for the platform of the model's devices."""
+        if self.placement is None:
+            return jax.default_backend()
+        return self.placement.mesh.devices.flat[0].platform
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
@@ -152,7 +163,7 @@ class LoadedModel:
         """
         definition = self.definition
         if is_unrolled is None:
-            is_unrolled = jax.default_backend() == "gpu"
+            is_unrolled = self.platform == "gpu"
         policy = definition.execution.policy
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
         if not is_unrolled or definition.lora is not None or in_8_bits:
@@ -258,9 +269,15 @@ def describe(
     policy: PolicyName | None = None,
     step: int | None = None,
     mesh: MeshConfig | None = None,
+    devices: Sequence[jax.Device] = (),
 ) -> LoadedModel:
-    """Returns what ``load`` returns, with shapes in place of weights; reads headers only."""
-    return _load(Path(path), policy=policy, step=step, mesh=mesh, read=WeightReading.SHAPES)
+    """Returns what ``load`` returns, with shapes in place of weights; reads headers only.
+
+    Args:
+        devices: absent devices, of which programs can be compiled; by default those that are here.
+    """
+    kept: dict[str, Any] = {"policy": policy, "step": step, "mesh": mesh}
+    return _load(Path(path), **kept, read=WeightReading.SHAPES, devices=devices)
 
 
 class WeightReading(enum.Enum):
@@ -277,14 +294,15 @@ def _load(
     step: int | None,
     mesh: MeshConfig | None,
     read: WeightReading,
+    devices: Sequence[jax.Device] = (),
 ) -> LoadedModel:
     if not is_model_directory(path):
-        return load_run(path, policy=policy, step=step, mesh=mesh, read=read)
+        return load_run(path, policy=policy, step=step, mesh=mesh, read=read, devices=devices)
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
     config = read_model_directory(path).config
     tokenizer = _read_tokenizer(path, vocab_size=config.vocab_size)
-    placement = serving_placement(config, mesh)
+    placement = serving_placement(config, mesh, devices=devices)
     if read is WeightReading.SHAPES:
         model = pretrained_shapes(path, policy=policy, placement=placement)
     else:
@@ -308,6 +326,7 @@ def load_run(
     step: int | None = None,
     mesh: MeshConfig | None = None,
     read: WeightReading = WeightReading.WEIGHTS,
+    devices: Sequence[jax.Device] = (),
 ) -> LoadedModel:
     """Loads the model of a run's newest intact checkpoint; each device reads its own shard.
 
@@ -319,11 +338,12 @@ def load_run(
         step: step of the checkpoint; by default the newest intact one.
         mesh: devices that the model is sharded over; by default the first device.
         read: whether weights are read, or shapes take their place.
+        devices: absent devices to describe the model for; by default those that are here.
     """
     config = _read_config(path)
     tokenizer = _read_tokenizer(path, vocab_size=config.model.vocab_size)
     numbers = as_kept(POLICIES[policy or config.precision.policy], config.precision)
-    placement = serving_placement(config.model, mesh)
+    placement = serving_placement(config.model, mesh, devices=devices)
     if config.lora is not None:
         # As in training: what is frozen is held as it is used.
         numbers = stored_as_computed(numbers)

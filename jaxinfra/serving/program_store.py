@@ -27,11 +27,13 @@ LIMIT_BYTES = 4 << 30
 """Default size of a store; above it, the files that were used longest ago are deleted."""
 
 _PACKAGES = ("jaxinfra", "pallas_kernels")
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _TRACED_FILES = (".py", ".json")  # code, and tables of measured tiles
 _INDIFFERENT = ("compilation_cache", "persistent_cache", "log", "traceback", "explain", "dump")
 # Mosaic GPU writes paths into the environment as it is imported, between a name and the next.
 _FLAGS = ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Addresses differ between processes, and an absent device does not name its only kind of memory.
+_ACCIDENTAL = re.compile(r" at 0x[0-9a-f]+|, memory_kind=device(?=\))")
 _CHECKSUM_BYTES = 32
 _PARTIAL = ".partial"
 
@@ -150,18 +152,44 @@ class ProgramStore:
                 Path(path).unlink(missing_ok=True)
 
 
+@final
+class Noted:
+    """A number of a store that programs depend on.
+
+    Args:
+        store: None: nothing is noted.
+        devices: devices of the programs.
+        parts: what the number is of.
+    """
+
+    def __init__(self, store: ProgramStore | None, devices: Sequence[jax.Device], *parts: object):
+        self._store = store
+        self._name = "" if store is None else program_name(devices, *parts)
+
+    @property
+    def value(self) -> int | None:
+        """The number; None if there is none."""
+        return None if self._store is None else self._store.recall(self._name)
+
+    def note(self, value: int) -> None:
+        """Writes the number for later starts."""
+        if self._store is not None:
+            self._store.note(self._name, value)
+
+
 def program_name(devices: Sequence[jax.Device], *parts: object) -> str:
     """Returns the name of what is stored for these devices, versions, flags and further parts."""
-    words = (*_environment(), *map(str, devices), devices[0].device_kind, *map(described, parts))
+    kinds = f"{len(devices)} {devices[0].device_kind}"
+    words = (*_environment(devices[0].platform), kinds, *map(described, parts))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()
 
 
 def described(part: object) -> str:
-    """Returns the ``repr`` of a value without memory addresses, which differ between processes."""
-    return _ADDRESS.sub("", part if isinstance(part, str) else repr(part))
+    """Returns the ``repr`` of a value without what differs between processes of equal programs."""
+    return _ACCIDENTAL.sub("", part if isinstance(part, str) else repr(part))
 
 
-def _environment() -> tuple[str, ...]:
+def _environment(platform: str) -> tuple[str, ...]:
     """Returns all that programs depend on besides a model: versions, settings, sources, CPU."""
     settings = {
         name: value
@@ -169,15 +197,21 @@ def _environment() -> tuple[str, ...]:
         if not any(word in name for word in _INDIFFERENT)
     }
     flags = {name: os.environ.get(name) for name in _FLAGS}
-    return (*_versions(), described(settings), repr(flags))
+    return (*_versions(platform), described(settings), repr(flags))
 
 
 @functools.cache
-def _versions() -> tuple[str, ...]:
-    client = jax.local_devices()[0].client
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
-    features = _cpu_features() if client.platform == "cpu" else ""
-    return (*versions, _sources(), client.platform, client.platform_version, features)
+def _versions(platform: str) -> tuple[str, ...]:
+    # The backend's own version has a driver's number, and is another where the device is absent.
+    versions = [f"{name} {_version(name)}" for name in ("jax", "jaxlib", "flax", *_PLUGINS)]
+    return (*versions, _sources(), platform, _cpu_features() if platform == "cpu" else "")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_features() -> str:

@@ -265,7 +265,11 @@ def asked_once(directory, script, *, form="hermes", ending="", limits=(), **body
 
     served, answer = asyncio.run(run())
     assert "choices" in answer, answer
-    return served, answer["choices"][0]
+    told = answer["choices"][0]
+    reasoning = told["message"].get("reasoning_content", "")
+    counts = answer["usage"]["completion_tokens_details"]
+    assert counts == {"reasoning_tokens": len(served.tokenizer.encode(reasoning))}
+    return served, told
 
 
 STOP = {"type": "function", "function": {"name": "stop"}}

@@ -1,21 +1,29 @@
 """Pages follow from a device's memory, and what cannot run is refused with its numbers."""
 
 import dataclasses
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.diagnostics.memory.serving import ServingCase, fitted_case
 from jaxinfra.errors import ConfigError, DeviceMemoryError
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import Serving, device_budget, memory_needs, pool_tokens
 from jaxinfra.planning.model import find_model
 from jaxinfra.serving.engine import fit
 from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.engine.fit import MemoryNeeds, budget_bytes, fitted_limits
-from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.fit import (
+    JAX_FRACTION,
+    MemoryNeeds,
+    budget_bytes,
+    fitted_limits,
+    require_pages,
+)
+from jaxinfra.serving.engine.options import EngineOptions, options_on
 from tests.engine_models import CONFIG, OPTIONS, model
 
 NEEDS = MemoryNeeds(weight_bytes=1000, temporary_bytes=200, state_bytes=50, page_bytes=10)
@@ -47,17 +55,17 @@ class Device:
     def __init__(self, limit: int, used: int):
         self.stats = {"bytes_limit": limit, "bytes_in_use": used}
 
-    def memory_stats(self):
-        return self.stats
 
+def test_what_others_use_is_left_to_them(monkeypatch):
+    monkeypatch.setattr(fit, "memory_stats", lambda device: device.stats)
+    limit = 10 << 30
 
-def test_what_others_use_is_left_to_them():
-    whole = budget_bytes(Device(10 << 30, 0), fraction=0.5)
-    assert whole == 5 << 30
-    # The engine's own, and what is less than a step, do not count.
-    assert budget_bytes(Device(10 << 30, 3 << 30), fraction=0.5, held_bytes=3 << 30) == whole
-    assert budget_bytes(Device(10 << 30, 9 << 20), fraction=0.5) == whole
-    assert budget_bytes(Device(10 << 30, 1 << 30), fraction=0.5) == whole - (1 << 30)
+    def budget(used: int, held: int = 0) -> float:
+        device = Device(limit, used)
+        return budget_bytes(device, limit_bytes=limit, fraction=0.5, held_bytes=held)
+
+    assert budget(0) == budget(3 << 30, held=3 << 30) == 5 << 30  # the engine's own do not count
+    assert budget(1 << 30) == 4 << 30
 
 
 @pytest.mark.slow
@@ -79,9 +87,81 @@ def test_an_engine_takes_the_pages_that_memory_predicts(monkeypatch):
 def test_a_plan_counts_as_a_server_does():
     """Weights of 16.1 GB on an H200, and what programs need; the rest holds 128 KiB a token."""
     device, serving = find_device("h200"), Serving()
-    needs = memory_needs(find_model("llama3_8b"), device, serving)
-    tokens = pool_tokens(find_model("llama3_8b"), device, serving)
+    needs = memory_needs(find_model("llama31_8b"), device, serving)
+    tokens = pool_tokens(find_model("llama31_8b"), device, serving)
     room = device_budget(device) - needs.fixed_bytes
     assert abs(tokens * 128 * 1024 - room) <= 2 * needs.page_bytes
     assert 15e9 < needs.weight_bytes < 17e9
     assert needs.temporary_bytes < 0.05 * room
+
+
+PLAIN_16_BITS = stored_as_computed(POLICIES[PolicyName.BF16])
+
+
+def case_of(name: str, **options) -> ServingCase:
+    engine = dataclasses.replace(options_on("gpu"), **options)
+    config = find_model(name).config
+    return ServingCase(model=config, policy=PLAIN_16_BITS, engine=engine, is_unrolled=True)
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+@pytest.mark.parametrize("name", ["llama32_1b", "llama3_8b"])
+def test_a_plan_predicts_the_pool_of_a_server(name, device):
+    budget = find_device(device)
+    limit = int(budget.visible_bytes * JAX_FRACTION)
+    limits = fitted_case(case_of(name), limit_bytes=limit).limits
+    tokens = (limits.num_pages - 1) * limits.page_size
+    planned = pool_tokens(find_model(name), budget, Serving())
+    assert abs(planned - tokens) <= 0.03 * tokens
+
+
+def drawn_options(rng: np.random.Generator) -> dict[str, Any]:
+    """Options as users combine them, some of which cannot run."""
+    running = int(rng.choice([1, 16, 64, 256, 1024, 3000]))
+    chunks = [(64, 256, 1024), (256,), (64, 256, 1024, 4096)][rng.integers(3)]
+    options: dict[str, Any] = {
+        "max_running": running,
+        "chunk_sizes": chunks,
+        "max_step_tokens": running + int(rng.choice([1, 4, 8])) * chunks[-1],
+        "page_size": int(rng.choice([16, 64, 128])),
+        "memory_fraction": float(rng.choice([0.3, 0.7, 0.9, 0.98])),
+    }
+    if rng.random() < 0.5:
+        options["max_context"] = int(rng.choice([512, 4096, 32768, 131072]))
+    if rng.random() < 0.3:
+        options["num_pages"] = int(rng.choice([64, 3000, 200_000]))
+    return options
+
+
+def serves_or_is_refused(seed: int) -> bool:
+    rng = np.random.default_rng(seed)
+    name = ["llama32_1b", "llama3_8b", "llama31_8b", "llama3_70b"][seed % 4]
+    limit = int(find_device(["h100", "h200"][seed // 4 % 2]).visible_bytes * JAX_FRACTION)
+    case = case_of(name, **drawn_options(rng))
+    limits, engine = case.limits, case.engine
+    few = dataclasses.replace(engine, num_pages=1 + limits.table_width)
+    needs = dataclasses.replace(case, engine=few).runner().memory_needs()
+    given = engine.num_pages is not None
+    budget = limit * (1.0 if given else engine.memory_fraction)
+    check = require_pages if given else fitted_limits
+    least = limits.num_pages if given else 1 + limits.table_width
+    if needs.fixed_bytes + least * needs.page_bytes > budget:
+        with pytest.raises(DeviceMemoryError, match=r"GiB.*; "):
+            check(limits, needs, budget_bytes=budget)
+        return False
+    limits = check(limits, needs, budget_bytes=budget) or limits
+    assert needs.fixed_bytes + limits.num_pages * needs.page_bytes <= budget
+    # One request of the full context has its pages, and so the first hundred get theirs in turn.
+    assert limits.num_pages > limits.table_width
+    assert limits.context == case.limits.context
+    return True
+
+
+def test_options_serve_or_are_refused_before_weights_are_read():
+    assert {serves_or_is_refused(seed) for seed in range(4)} == {True, False}
+
+
+@pytest.mark.slow
+def test_forty_sets_of_options_serve_or_are_refused():
+    served = [serves_or_is_refused(seed) for seed in range(40)]
+    assert 10 < sum(served) < 35

@@ -7,17 +7,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.fit import temporary_bytes
 from jaxinfra.serving.engine.plan import SchedulerLimits
 from jaxinfra.serving.engine.program_set import (
     Prepared,
     ProgramKey,
     ProgramSet,
+    ScratchRoom,
     first_programs,
     listed_programs,
 )
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.serving.program_store import ProgramStore, described, program_name
+from jaxinfra.serving.engine.runner import ModelRunner
+from jaxinfra.serving.program_store import Noted, ProgramStore, described, program_name
 from tests.engine_models import OPTIONS, alone, model
 
 KEYS = [ProgramKey(name="step", rows=rows) for rows in (1, 2, 4)]
@@ -124,6 +128,53 @@ def test_a_program_that_is_not_made_yet_is_covered_by_a_larger_one():
     programs._waited = {KEYS[0]}
     assert programs.ready(KEYS[0]) == KEYS[1]
     assert programs.ready(KEYS[2]) == KEYS[2]
+
+
+def test_scratch_memory_beyond_the_estimate_is_noted_for_the_next_start(tmp_path, caplog):
+    store, key = ProgramStore(tmp_path), KEYS[0]
+
+    def room() -> ScratchRoom:
+        found = ScratchRoom(Noted(store, DEVICES, "scratch"), estimated=100)
+        found.spare_bytes = 50
+        return found
+
+    first = room()
+    first.check(key, 100)
+    assert room().bytes == 100
+    first.check(key, 140)
+    assert "the next start takes fewer pages" in caplog.text
+    assert room().bytes == 140
+    with pytest.raises(DeviceMemoryError, match="start again"):
+        first.check(key, 151)
+    second = room()
+    second.check(key, 151)
+    assert second.bytes == 151
+
+
+def test_nearly_as_many_pages_take_the_programs_that_are_kept(tmp_path):
+    def runner() -> ModelRunner:
+        engine = Engine(model(), num_ids=257, options=OPTIONS, store=ProgramStore(tmp_path))
+        return engine.runner
+
+    limits = dataclasses.replace(LIMITS, num_pages=1000)
+    assert runner().shared_limits(limits) == limits
+    for pages, taken in ((1010, 1000), (990, 990), (995, 990), (1100, 1100)):
+        asked = dataclasses.replace(limits, num_pages=pages)
+        assert runner().shared_limits(asked).num_pages == taken
+
+
+def test_the_engine_estimates_more_scratch_memory_than_its_programs_need():
+    runner = Engine(model(), num_ids=257, options=OPTIONS).runner
+    key = max((k for k in runner.keys if k.name == "step"), key=lambda k: k.rows * k.length)
+    assert temporary_bytes(runner.lowered(key).compile()) <= runner.scratch.bytes
+
+
+def test_a_failed_compilation_ends_the_others(monkeypatch):
+    programs = made(None)
+    monkeypatch.setattr(programs, "_compile", lambda *_: 1 / 0)
+    programs.begin(KEYS)
+    with pytest.raises(ZeroDivisionError):
+        programs.wait(KEYS, 60)
 
 
 def test_the_background_makes_all_and_tells_how_many_are_left():

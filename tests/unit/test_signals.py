@@ -178,3 +178,14 @@ def test_a_command_that_has_ended_has_ended(number):
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(60) == 3
+
+
+def test_work_that_nobody_needs_is_not_waited_for():
+    program = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "ThreadPoolExecutor(1, thread_name_prefix=UNAWAITED).submit(time.sleep, 600)\n"
+        + _READY
+        + "end_without_waiting(3)\n"
+    )
+    with begin(program) as process:
+        assert process.wait(60) == 3

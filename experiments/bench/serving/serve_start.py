@@ -8,7 +8,9 @@ cache directory of its own: cold, and again. Both print their pool, programs and
 
 import argparse
 import dataclasses
+import functools
 import json
+import math
 import os
 import pathlib
 import re
@@ -19,15 +21,17 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from jaxinfra.checkpoint.model_directory import write_hf
-from jaxinfra.checkpoint.parameter_sources import LiveParameters
+from jaxinfra.checkpoint.tensor_files import write_tensor_files
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.hf.config import to_hf_config
+from jaxinfra.hf.mapping import Tensor, weight_map
+from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.model import find_model
@@ -118,24 +122,29 @@ def written(name: str, place: pathlib.Path) -> pathlib.Path:
     config = find_model(name).config
     policy = stored_as_computed(POLICIES[PolicyName.BF16])
     definition = define_model(config, execution_on(policy=policy))
-    block = np.random.default_rng(0).normal(0.0, 0.02, 1 << 20).astype(np.float32)
-    arrays: dict[str, Any] = {
-        path: np.resize(block.astype(leaf.dtype), leaf.shape)
-        for path, leaf in by_path(definition.arrays).items()
-    }
-    beside = place / f"{name}-tokenizer"
-    beside.mkdir(parents=True)
-    bytes_tokenizer().save(beside / "tokenizer.json")
-    write_hf(
-        LiveParameters(arrays=arrays),
-        definition,
-        place / name,
-        hf=None,
-        tokenizer_directory=beside,
-        dtype=None,
+    values = to_hf_config(config) | {"torch_dtype": "bfloat16"}
+    weights = weight_map(values["model_type"], config, definition.arrays)
+    dtype = np.dtype(policy.compute)
+    block = np.random.default_rng(0).normal(0.0, 0.02, 1 << 24).astype(np.float32).astype(dtype)
+
+    def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
+        size = math.prod(tensor.shape)
+        for start in range(0, size, block.size):
+            yield block[: min(block.size, size - start)]
+
+    directory = place / name
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(values))
+    bytes_tokenizer().save(directory / "tokenizer.json")
+    write_tensor_files(
+        directory,
+        {
+            each: (tensor.shape, dtype, functools.partial(pieces, tensor))
+            for each, tensor in weights.tensors.items()
+        },
         max_shard_bytes=4 << 30,
     )
-    return place / name
+    return directory
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
 from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank
+from jaxinfra.serving.engine.fit import memory_limit
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import RowSample, StepPlan
 from jaxinfra.serving.engine.programs import page_bytes
@@ -181,6 +182,7 @@ class Engine:
         adapters: names of the adapters in the model's bank (``AdapterBank.added_to``), in order;
             requests choose one by name.
         store: where compiled programs are kept; None: nowhere.
+        limit_bytes: bytes that JAX may allocate on an absent device; None: as this one says.
     """
 
     def __init__(
@@ -193,6 +195,7 @@ class Engine:
         draft: Decoder | None = None,
         adapters: Sequence[str] = (),
         store: ProgramStore | None = None,
+        limit_bytes: int | None = None,
     ):
         options = options or EngineOptions()
         self.adapters = tuple(adapters)
@@ -224,12 +227,17 @@ class Engine:
             store=store,
         )
         is_loaded = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
-        self.limits = limits_that_fit(make_runner, limits, options, is_loaded=is_loaded)
+        limit_bytes = memory_limit() if limit_bytes is None else limit_bytes
+        self.limits = limits_that_fit(
+            make_runner, limits, options, is_loaded=is_loaded, limit_bytes=limit_bytes
+        )
         self._is_fitted = self.limits.num_pages < limits.num_pages
         is_looked_up = draft is None and options.num_drafts
         lookup = NgramLookup(num_drafts=options.num_drafts) if is_looked_up else None
         self.scheduler = Scheduler(self.limits, propose=lookup)
         self.runner = make_runner(self.limits)
+        if limit_bytes is not None:
+            self.runner.limit_scratch(limit_bytes)
         if is_loaded:
             self.runner.attach(model, draft)
         self._numbers = itertools.count()
@@ -248,6 +256,7 @@ class Engine:
         draft: LoadedModel | None = None,
         bank: AdapterBank | None = None,
         consumes: bool = False,
+        limit_bytes: int | None = None,
     ) -> Self:
         """Makes an engine of a loaded model and its tokenizer, with weights in the fastest form.
 
@@ -255,6 +264,7 @@ class Engine:
             consumes: free the given models' weights once the engine has its own form, so that none
                 is held twice.
             bank: adapters that requests may name; projections are then not packed.
+            limit_bytes: bytes that JAX may allocate on an absent device; None: as this one says.
         """
         return cls(
             model.serving_decoder(consumes=consumes) if bank is None else bank.added_to(model),
@@ -264,6 +274,7 @@ class Engine:
             options=options,
             draft=None if draft is None else draft.serving_decoder(consumes=consumes),
             store=model.store,
+            limit_bytes=limit_bytes,
         )
 
     def attach(self, model: LoadedModel, draft: LoadedModel | None = None) -> None:

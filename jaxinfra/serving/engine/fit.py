@@ -6,13 +6,19 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxinfra.config.model import (
+    BlockConfig,
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+)
 from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.serving.engine.plan import SchedulerLimits
 
 JAX_FRACTION = 0.95
 """Share of a GPU's memory that serving commands let JAX allocate."""
-
-_STEP_BYTES = 256 << 20  # of what else is in use, so that two starts find the same number of pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +26,7 @@ class MemoryNeeds:
     """Bytes of one device that a server needs besides its KV cache, and the bytes of a page."""
 
     weight_bytes: int
-    temporary_bytes: int  # of the program that needs most: scratch memory and results
+    temporary_bytes: int  # kept free for the program that needs most: scratch memory and results
     state_bytes: int  # the engine's arrays besides pages
     page_bytes: int
 
@@ -64,6 +70,27 @@ def fitted_limits(
     return dataclasses.replace(limits, num_pages=pages)
 
 
+def require_pages(limits: SchedulerLimits, needs: MemoryNeeds, *, budget_bytes: float) -> None:
+    """Checks that the given number of pages fits into a device.
+
+    Raises:
+        DeviceMemoryError: it does not.
+    """
+    pages = needs.pages(budget_bytes)
+    if limits.num_pages > pages:
+        gib = 1 / 2**30
+        raise DeviceMemoryError(
+            f"{limits.num_pages} pages do not fit: weights {needs.weight_bytes * gib:.2f} GiB, "
+            f"temporaries of programs {(needs.temporary_bytes + needs.state_bytes) * gib:.2f} GiB "
+            f"and the pages {limits.num_pages * needs.page_bytes * gib:.2f} GiB exceed "
+            f"{budget_bytes * gib:.2f} GiB; give --num-pages {pages} or less, or leave it out"
+            if pages > 1
+            else f"the model does not fit: weights {needs.weight_bytes * gib:.2f} GiB and "
+            f"temporaries {(needs.temporary_bytes + needs.state_bytes) * gib:.2f} GiB exceed "
+            f"{budget_bytes * gib:.2f} GiB; spread the model with --mesh, or quantize it"
+        )
+
+
 def let_jax_allocate() -> None:
     """Lets JAX allocate ``JAX_FRACTION`` of a GPU, unless its environment variable says otherwise;
     to be called before a device is used.
@@ -77,20 +104,70 @@ def memory_limit() -> int | None:
 
 
 def memory_stats(device: jax.Device) -> dict[str, int]:
-    """Returns a device's memory statistics; empty for CPUs."""
-    return device.memory_stats() or {}
+    """Returns a device's memory statistics; empty for CPUs and absent devices."""
+    return (device.memory_stats() or {}) if device in jax.local_devices() else {}
 
 
-def budget_bytes(device: jax.Device, *, fraction: float, held_bytes: int = 0) -> float:
+def budget_bytes(
+    device: jax.Device, *, limit_bytes: int, fraction: float, held_bytes: int = 0
+) -> float:
     """Returns the bytes of a device that an engine may use.
 
     Args:
-        fraction: share of the memory that JAX may allocate.
+        limit_bytes: bytes that JAX may allocate.
+        fraction: share of them.
         held_bytes: bytes on the device now that belong to the engine.
     """
-    stats = memory_stats(device)
-    others = max(0, stats["bytes_in_use"] - held_bytes)
-    return stats["bytes_limit"] * fraction - others // _STEP_BYTES * _STEP_BYTES
+    others = max(0, memory_stats(device).get("bytes_in_use", 0) - held_bytes)
+    return limit_bytes * fraction - others
+
+
+_SCORED_COPIES = 4.5  # of fp32 logits of all tokens, with softmax and sort, as XLA compiles them
+_SAMPLED_COPIES = 6  # of fp32 logits of the tokens that are sampled from
+_EXPERT_TILE = 128  # rows to which the tokens of an expert are padded
+
+
+def estimated_temporaries(
+    config: ModelConfig, *, rows: int, length: int, num_logits: int, itemsize: int
+) -> int:
+    """Estimates the scratch bytes of a program from its shapes, so that pages can be counted
+    before it is compiled. All of a block's products count, as if none were freed within it.
+
+    Args:
+        rows: rows of the program.
+        length: tokens per row.
+        num_logits: logits per row: 1, or those of all tokens.
+        itemsize: bytes of an activation's element.
+    """
+    tokens = rows * length
+    activations = max(_block_elements(config, block, tokens) for block in config.blocks) * itemsize
+    copies = _SAMPLED_COPIES if num_logits == 1 else _SCORED_COPIES
+    return int(activations + copies * 4 * rows * num_logits * config.vocab_size)
+
+
+def _block_elements(config: ModelConfig, block: BlockConfig, tokens: int) -> int:
+    """Elements of the activations of a block's products, with the residual stream."""
+    match block.mixer:
+        case GroupedAttentionConfig() as mixer:
+            width = 2 * (mixer.num_q_heads + mixer.num_kv_heads) * mixer.head_dim
+        case LatentAttentionConfig() as mixer:
+            head = 2 * mixer.nope_dim + mixer.rope_dim + mixer.value_dim + 2 * mixer.kv_rank
+            width = mixer.num_q_heads * head + (mixer.query_rank or 0)
+        case _:
+            width = 4 * config.model_dim
+    elements = tokens * (width + 4 * config.model_dim)
+    match block.feed_forward:
+        case MlpConfig() as layer:
+            return elements + 3 * tokens * layer.hidden_dim
+        case ExpertsConfig() as layer:
+            routed = tokens * layer.top_k + layer.num_experts * _EXPERT_TILE
+            return (
+                elements
+                + routed * (3 * layer.hidden_dim + 2 * config.model_dim)
+                + 3 * tokens * layer.shared_hidden_dim
+            )
+        case _:
+            return elements + 4 * tokens * config.model_dim
 
 
 def device_bytes(arrays: Sequence[jax.ShapeDtypeStruct]) -> int:

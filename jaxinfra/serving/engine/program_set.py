@@ -5,6 +5,7 @@ others are there, a step runs a larger program with padding.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import os
@@ -15,12 +16,15 @@ from typing import Any, NamedTuple, final
 
 import jax
 
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.model.serving_form import COMPILER_OPTIONS
 from jaxinfra.runtime.compile_cache import without_cache
-from jaxinfra.serving.engine.fit import temporary_bytes
+from jaxinfra.runtime.signals import UNAWAITED
+from jaxinfra.serving.engine.fit import estimated_temporaries, temporary_bytes
 from jaxinfra.serving.engine.plan import SchedulerLimits
 from jaxinfra.serving.engine.programs import PAGES_AT_ONCE
-from jaxinfra.serving.program_store import ProgramStore, described, program_name
+from jaxinfra.serving.program_store import Noted, ProgramStore, described, program_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,7 @@ class ProgramKey:
         )
 
 
+_OF_MODEL = ("step", "verify", "score")  # programs that run the model
 EMPTY = ProgramKey(name="empty", rows=1)
 COPY = ProgramKey(name="copy", rows=PAGES_AT_ONCE)
 KEEP = ProgramKey(name="keep", rows=1)
@@ -106,10 +111,23 @@ def first_programs(keys: Sequence[ProgramKey]) -> tuple[ProgramKey, ...]:
     return tuple(key for key in kept if not any(o != key and o.covers(key) for o in kept))
 
 
-def largest_programs(keys: Sequence[ProgramKey]) -> tuple[ProgramKey, ...]:
-    """Returns the programs of the model with most rows and tokens, which need most memory."""
-    of_model = [key for key in keys if key.name in ("step", "verify", "score")]
-    return tuple(key for key in of_model if not any(o != key and o.covers(key) for o in of_model))
+def most_temporaries(keys: Sequence[ProgramKey], config: ModelConfig, *, itemsize: int) -> int:
+    """Estimates the scratch bytes of the program that needs most.
+
+    Args:
+        itemsize: bytes of an activation's element.
+    """
+    return max(
+        estimated_temporaries(
+            config,
+            rows=key.rows,
+            length=key.length,
+            num_logits=1 if key.name == "step" else key.length,
+            itemsize=itemsize,
+        )
+        for key in keys
+        if key.name in _OF_MODEL
+    )
 
 
 class Prepared(NamedTuple):
@@ -118,11 +136,15 @@ class Prepared(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # arrays or shapes
     donated: tuple[int, ...] = ()  # arguments whose memory results may take
+    results_on: jax.sharding.Sharding | None = None  # None: the compiler decides
 
     def lowered(self) -> jax.stages.Lowered:
         """Traces and lowers the function."""
+        placed: dict[str, Any] = (
+            {} if self.results_on is None else {"out_shardings": self.results_on}
+        )
         jitted = jax.jit(
-            self.function, donate_argnums=self.donated, compiler_options=COMPILER_OPTIONS
+            self.function, donate_argnums=self.donated, compiler_options=COMPILER_OPTIONS, **placed
         )
         return jitted.lower(*self.arguments)
 
@@ -143,6 +165,41 @@ _log = logging.getLogger(__name__)
 
 
 @final
+class ScratchRoom:
+    """Device memory that is kept free for programs: estimated at first, then what was measured.
+
+    Args:
+        noted: what an earlier start measured, if it was more.
+        estimated: scratch bytes of the program that needs most.
+    """
+
+    def __init__(self, noted: Noted, *, estimated: int):
+        self._noted = noted
+        self.bytes: int = max(estimated, noted.value or 0)
+        self._lock = threading.Lock()
+        self.spare_bytes: float | None = None  # beyond ``bytes``; None: no memory is limited
+
+    def check(self, key: ProgramKey, measured: int) -> None:
+        """Notes a program that needs more than is kept free, for the next start.
+
+        Raises:
+            DeviceMemoryError: what JAX may allocate does not suffice for it.
+        """
+        with self._lock:
+            more = measured - self.bytes
+            if more <= 0 or self.spare_bytes is None:
+                return
+            self._noted.note(max(self._noted.value or 0, measured))
+        said = f"{key} needs {measured / 2**30:.2f} GiB of scratch memory, {more / 2**30:.2f} more"
+        if more > self.spare_bytes:
+            raise DeviceMemoryError(
+                f"{said} than was kept free, and there is no more: start again (the number is "
+                "noted, and there will be fewer pages), or give a lower --memory-fraction"
+            )
+        _log.warning("%s than was kept free; the next start takes fewer pages", said)
+
+
+@final
 class ProgramSet:
     """Makes programs by their keys: from a store if there is one, else by compiling them.
 
@@ -153,6 +210,7 @@ class ProgramSet:
         devices: devices of the programs, in the order of their mesh.
         model: description of the model and the limits, part of the names in the store.
         store: where compiled programs are kept; None: nowhere.
+        room: checks scratch bytes of each compiled program; None: no memory is limited.
     """
 
     def __init__(
@@ -162,9 +220,10 @@ class ProgramSet:
         devices: Sequence[jax.Device],
         model: Sequence[object] = (),
         store: ProgramStore | None = None,
+        room: "ScratchRoom | None" = None,
     ):
         self._prepare, self._devices = prepare, tuple(devices)
-        self._store = store
+        self._store, self._room = store, room
         self._model = tuple(map(described, model)) if store is not None else ()
         self._made: dict[ProgramKey, Callable[..., Any]] = {}
         self._waited: set[ProgramKey] = set()  # that the background has yet to make
@@ -196,11 +255,12 @@ class ProgramSet:
         """
         keys = [key for key in keys if key not in self._made]
         number = 0
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=UNAWAITED)
+        with pool:
             loading = {key: pool.submit(self._loaded, key) for key in keys}
             coming: list[concurrent.futures.Future[None]] = []
             for key in keys:
-                if self._is_closed:
+                if self._is_closed or any(each.done() and each.exception() for each in coming):
                     break
                 if loading[key].result() is None:
                     coming.append(pool.submit(self._compile, key, self.lowered(key)))
@@ -274,21 +334,6 @@ class ProgramSet:
             self._compile(key, self.lowered(key))
         return self._made[key]
 
-    def temporary_bytes(self, keys: Sequence[ProgramKey]) -> int:
-        """Returns the most bytes per device that one of these programs needs besides arguments.
-
-        The programs are compiled to measure it, unless the store knows the number.
-        """
-        name = program_name(self._devices, *self._model, "temporary bytes", str(keys))
-        found = None if self._store is None else self._store.recall(name)
-        if found is None:
-            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-                coming = [pool.submit(self.lowered(key).compile) for key in keys]
-            found = max(temporary_bytes(each.result()) for each in coming)
-            if self._store is not None:
-                self._store.note(name, found)
-        return found
-
     def lowered(self, key: ProgramKey) -> jax.stages.Lowered:
         """Lowers a program with its shapes, to compile or inspect it."""
         return self._prepare(key).lowered()
@@ -306,13 +351,13 @@ class ProgramSet:
     def _compile(self, key: ProgramKey, lowered: jax.stages.Lowered) -> None:
         if self._is_closed:
             return
-        if self._store is None:
-            self._add(key, lowered.compile(), is_loaded=False)
-            return
-        with without_cache():
+        with contextlib.nullcontext() if self._store is None else without_cache():
             compiled = lowered.compile()
+        if self._room is not None and key.name in _OF_MODEL:
+            self._room.check(key, temporary_bytes(compiled))
         self._add(key, compiled, is_loaded=False)
-        self._store.keep(self._name(key), compiled)
+        if self._store is not None:
+            self._store.keep(self._name(key), compiled)
 
     def _add(self, key: ProgramKey, made: Callable[..., Any], *, is_loaded: bool) -> None:
         with self._changed:

@@ -21,7 +21,7 @@ from jaxinfra.serving.engine.fit import (
     budget_bytes,
     device_bytes,
     fitted_limits,
-    memory_limit,
+    require_pages,
 )
 from jaxinfra.serving.engine.inputs import RowWriter
 from jaxinfra.serving.engine.options import EngineOptions
@@ -43,10 +43,11 @@ from jaxinfra.serving.engine.program_set import (
     Prepared,
     ProgramKey,
     ProgramSet,
+    ScratchRoom,
     first_programs,
     history_program,
-    largest_programs,
     listed_programs,
+    most_temporaries,
 )
 from jaxinfra.serving.engine.programs import (
     WORD_BITS,
@@ -57,12 +58,13 @@ from jaxinfra.serving.engine.programs import (
     Weights,
     batches,
 )
-from jaxinfra.serving.program_store import ProgramStore
+from jaxinfra.serving.program_store import Noted, ProgramStore
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, TokenHistory
 
 MOST_BIASES = 300
 """Most token ids in a request's ``logit_bias``, the limit of OpenAI's API."""
 
+_PAGES_TOLERANCE = 0.02  # of the number of pages, within which kept programs are taken
 _OF_STATE_ALONE = ("copy", "keep", "restore", "mask", "history")
 
 
@@ -119,21 +121,39 @@ class ModelRunner:
             each for block in model.config.blocks for each in (block.mixer, block.feed_forward)
         ]
         has_own = any(isinstance(each, OwnLayer) for each in layers)
+        store = None if has_own else store  # the code of a user's layers is in no file's name
+        devices = _devices(self._weights)
+        described = (self._config, self._weights, self._verify_length)
+        # Scratch memory does not depend on the number of pages, which follows from it.
+        of_any_size = (*described, dataclasses.replace(limits, num_pages=2), limits.context)
+        self.scratch = ScratchRoom(
+            Noted(store, devices, "scratch bytes", *of_any_size),
+            estimated=self._estimated_scratch(model, draft),
+        )
+        self._noted_pages = Noted(store, devices, "pages", *of_any_size)
         self.programs = ProgramSet(
             self._prepared,
-            devices=_devices(self._weights),
-            model=(self._config, self._weights, limits, self._verify_length),
-            store=None if has_own else store,  # the code of a user's layers is in no file's name
+            devices=devices,
+            model=(*described, limits),
+            store=store,
+            room=self.scratch,
         )
         self._state = self._state_shapes = self._placed_state()
         self._host: HostMemory | None = None
 
+    @property
+    def _one_place(self) -> jax.sharding.Sharding | None:
+        """Sharding of arrays on the only device; None for several."""
+        if len(_devices(self._shapes)) > 1:
+            return None
+        sharding = jax.tree.leaves(self._shapes)[0].sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        return sharding
+
     def _placed_state(self) -> DeviceState:
         """Shapes and shardings of the state's arrays."""
-        if len(_devices(self._shapes)) == 1:
-            sharding = jax.tree.leaves(self._shapes)[0].sharding
-            if isinstance(sharding, jax.sharding.NamedSharding):
-                sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        if (sharding := self._one_place) is not None:
             shapes = jax.eval_shape(self._empty)
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
@@ -150,18 +170,43 @@ class ModelRunner:
         """The first of the devices that hold the weights."""
         return _devices(self._shapes)[0]
 
+    def _estimated_scratch(self, *models: Decoder | None) -> int:
+        return sum(
+            most_temporaries(
+                self.keys, each.config, itemsize=each.execution.policy.compute.itemsize
+            )
+            for each in models
+            if each is not None
+        )
+
     def memory_needs(self) -> MemoryNeeds:
-        """Compiles the largest programs, and returns the bytes of one device that everything but
-        pages needs.
-        """
+        """Returns the bytes of one device that everything but pages needs."""
         state = self._state_shapes
         pools = device_bytes(jax.tree.leaves((state.pools, state.draft_pools)))
         return MemoryNeeds(
             weight_bytes=device_bytes(jax.tree.leaves(self._shapes)),
-            temporary_bytes=self.programs.temporary_bytes(largest_programs(self.keys)),
+            temporary_bytes=self.scratch.bytes,
             state_bytes=device_bytes(jax.tree.leaves(state)) - pools,
             page_bytes=-(-pools // self._limits.num_pages),
         )
+
+    def shared_limits(self, limits: SchedulerLimits) -> SchedulerLimits:
+        """Returns limits of which programs are kept, if they have nearly as many pages; else
+        notes these.
+
+        So a little other memory in use, or another host, costs no compilation.
+        """
+        noted = self._noted_pages.value or 0
+        if limits.num_pages * (1 - _PAGES_TOLERANCE) <= noted <= limits.num_pages:
+            return dataclasses.replace(limits, num_pages=noted)
+        self._noted_pages.note(limits.num_pages)
+        return limits
+
+    def limit_scratch(self, limit_bytes: int) -> None:
+        """Sets what JAX may allocate on a device, which programs' scratch memory has to fit in."""
+        needs = self.memory_needs()
+        used = needs.fixed_bytes + self._limits.num_pages * needs.page_bytes
+        self.scratch.spare_bytes = max(0, limit_bytes - used)
 
     def attach(self, model: Decoder, draft: Decoder | None = None) -> None:
         """Takes weights of the shapes that the runner was made from, and allocates the pools."""
@@ -370,7 +415,7 @@ class ModelRunner:
 
     def _prepared(self, key: ProgramKey) -> Prepared:
         if key == EMPTY:
-            return Prepared(self._empty, ())
+            return Prepared(self._empty, (), results_on=self._one_place)
         state = self._state_shapes
         indices = np.zeros(key.rows, np.int32)
         match key.name:
@@ -394,7 +439,8 @@ class ModelRunner:
                 if key.name == "step":
                     kind = {"is_fresh": key.is_fresh, "is_full": key.is_full}
                     function = functools.partial(function, **kind)
-                sampling = self._sampling_rows((), key.rows)
+                rows = [GREEDY] * key.rows
+                sampling = jax.eval_shape(lambda: SamplingRows.of(rows, num_biases=MOST_BIASES))
                 blank = self._writer.write((), size=key.rows, length=key.length, sampling=sampling)
                 arguments = (self._shapes, state, blank)
                 if key.name == "score":
@@ -455,25 +501,32 @@ def limits_that_fit(
     options: EngineOptions,
     *,
     is_loaded: bool,
+    limit_bytes: int | None,
 ) -> SchedulerLimits:
     """Returns the limits with as many pages as fit into a device's memory beside all else.
 
-    Temporaries of programs do not depend on the number of pages, so they are measured with few.
-
     Args:
         make: returns the runner of given limits; it need not have weights.
-        options: their number of pages is taken where it is given, else their memory fraction.
+        options: their number of pages is taken if it fits, where it is given.
         is_loaded: the weights are on the device already.
+        limit_bytes: bytes that JAX may allocate on a device; None: no memory is limited.
 
     Raises:
-        DeviceMemoryError: one request of the full context does not fit.
+        DeviceMemoryError: one request of the full context does not fit, or not the given pages.
     """
-    if options.num_pages is not None or memory_limit() is None:
+    if limit_bytes is None:
         return limits
     probe = make(dataclasses.replace(limits, num_pages=1 + limits.table_width))
     needs = probe.memory_needs()
     held_bytes = needs.weight_bytes if is_loaded else 0
+    is_given = options.num_pages is not None
+    fraction = 1.0 if is_given else options.memory_fraction
     budget = processes.on_first(
-        lambda: budget_bytes(probe.device, fraction=options.memory_fraction, held_bytes=held_bytes)
+        lambda: budget_bytes(
+            probe.device, limit_bytes=limit_bytes, fraction=fraction, held_bytes=held_bytes
+        )
     )
-    return fitted_limits(limits, needs, budget_bytes=budget)
+    if is_given:
+        require_pages(limits, needs, budget_bytes=budget)
+        return limits
+    return probe.shared_limits(fitted_limits(limits, needs, budget_bytes=budget))

@@ -51,14 +51,20 @@ class Usage:
         self.new += len(progress.tokens)
         self.cached[place] = progress.num_cached
 
-    def body(self) -> dict[str, Any]:
-        """Returns the ``usage`` object of OpenAI's API."""
+    def body(self, *, reasoning: int | None = None) -> dict[str, Any]:
+        """Returns the ``usage`` object of OpenAI's API.
+
+        Args:
+            reasoning: new tokens that are reasoning; None: an endpoint without reasoning.
+        """
+        details = {} if reasoning is None else {"reasoning_tokens": reasoning}
         prompt = sum(map(len, self.prompts))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.new,
             "total_tokens": prompt + self.new,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            **({"completion_tokens_details": details} if details else {}),
         }
 
 
@@ -118,6 +124,11 @@ class AnswerForm:
         """Returns top-level fields of the answer besides its choices; none by default."""
         return {}
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the answer that are reasoning; None without reasoning."""
+        return None
+
     def before(self, index: int) -> ChoicePart:
         """Returns the text and tokens that precede a choice's sampled ones; none by default."""
         del index
@@ -141,7 +152,8 @@ class AnswerForm:
                     raise GenerationFailedError(progress.error)
                 parts[place].add(progress)
         choices = [self.choice(index, part) for index, part in enumerate(parts)]
-        body = {"object": self.whole, "choices": choices, "usage": usage.body()}
+        counts = usage.body(reasoning=self.reasoning_tokens)
+        body = {"object": self.whole, "choices": choices, "usage": counts}
         return self._head | body | self.extra_fields()
 
     async def events(self, batches: ProgressBatches) -> AsyncIterator[bytes]:
@@ -172,7 +184,8 @@ class AnswerForm:
             if told:
                 yield b"".join(told)
         if options is not None and options.include_usage:
-            yield event(head | {"choices": [], "usage": usage.body()})
+            counts = usage.body(reasoning=self.reasoning_tokens)
+            yield event(head | {"choices": [], "usage": counts})
         yield b"data: [DONE]\n\n"
 
     def _wanted(self, progress: RequestProgress) -> RequestProgress:

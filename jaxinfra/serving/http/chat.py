@@ -1,7 +1,7 @@
 """Renders conversations by the model's chat template, and says how answers are parsed."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -42,6 +42,7 @@ class ChatTurn:
     only_one: bool = False  # the answer has one call at most
     must_call: bool = False  # ``structure`` is the grammar of tool calls
     structure: tuple[StructureKind, str] | None = None  # of the answer after its reasoning
+    num_tokens: Callable[[str], int] = len  # of a text; characters without a tokenizer
 
     def parser(self) -> AnswerParser:
         """Makes the parser of one answer."""
@@ -171,6 +172,7 @@ class Chat:
             only_one=only_one,
             must_call=must_call,
             structure=structure,
+            num_tokens=lambda text: len(self._tokenizer.encode(text)),
         )
 
     def _calls(self, schemas: Schemas, *, only_one: bool) -> tuple[StructureKind, str]:

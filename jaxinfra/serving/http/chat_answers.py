@@ -58,6 +58,11 @@ class ChatForm(AnswerForm):
         last = [self._wrapped(index, part) | {"delta": delta} for delta in deltas[-1:]]
         return waiting + last
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of all choices that are reasoning."""
+        return sum(each.reasoning_tokens for each in self._items.values())
+
     def extra_fields(self) -> dict[str, Any]:
         """Returns the prompt's tokens and log-probabilities, if the request asked for them."""
         body, (prompt,), fields = self._body, self._prompts, {}

@@ -61,12 +61,18 @@ class AnswerItems:
         self._parser, self._only_one = turn.parser(), turn.only_one
         self._id_length = turn.form.id_length if turn.form is not None else _CALL_ID_LENGTH
         self._open: AnswerItem | None = None
+        self._num_tokens = turn.num_tokens
         self.items: list[AnswerItem] = []
 
     @property
     def calls(self) -> list[AnswerItem]:
         """The answer's calls so far."""
         return self.of(PieceKind.CALL)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the answer's reasoning so far, without its marks."""
+        return sum(self._num_tokens(each.text) for each in self.of(PieceKind.REASONING))
 
     def of(self, kind: PieceKind) -> list[AnswerItem]:
         """Returns the items of a kind."""

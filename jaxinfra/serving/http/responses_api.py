@@ -351,7 +351,7 @@ class ResponseForm(ItemsForm):
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"],
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.items.reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
         is_cut = status == "incomplete"
