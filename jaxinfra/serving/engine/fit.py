@@ -14,6 +14,7 @@ from jaxinfra.config.model import (
     MlpConfig,
     ModelConfig,
 )
+from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.serving.engine.plan import SchedulerLimits
 
@@ -153,6 +154,9 @@ def _block_elements(config: ModelConfig, block: BlockConfig, tokens: int) -> int
         case LatentAttentionConfig() as mixer:
             head = 2 * mixer.nope_dim + mixer.rope_dim + mixer.value_dim + 2 * mixer.kv_rank
             width = mixer.num_q_heads * head + (mixer.query_rank or 0)
+        case RecurrentConfig() as mixer:  # in fp32, with what a chunk's positions are to each other
+            keys = mixer.num_value_heads * mixer.key_dim
+            width = 4 * (2 * keys + 2 * mixer.num_value_heads * mixer.value_dim)
         case _:
             width = 4 * config.model_dim
     elements = tokens * (width + 4 * config.model_dim)
