@@ -158,7 +158,7 @@ def ignore_signals_at_exit() -> None:
 
 
 UNAWAITED = "unawaited"
-"""Beginning of the names of threads whose work nobody needs once the command has ended."""
+"""Beginning of the names of threads whose work is useless once the command has ended."""
 
 
 def end_without_waiting(code: int) -> None:
