@@ -194,10 +194,9 @@ def test_many_rows_have_the_weight_dequantized_to_the_bit(case):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 300])
-@pytest.mark.parametrize("name", ["e4m3, rounding", "int8, rounding"])
-def test_rounded_inputs_are_multiplied_exactly(name, rows):
+def test_inputs_rounded_to_int8_are_multiplied_exactly(rows):
     """As the product of the rounded input with the weight: codes lose nothing in 16 bits."""
-    weight = weight_of(FORMATS[name], shape=(1024, 512))
+    weight = weight_of(FORMATS["int8, rounding"], shape=(1024, 512))
     x = jnp.asarray(np.random.default_rng(6).normal(size=(rows, 1024)), jnp.bfloat16)
     values, scale = jax.jit(rounded_rows, static_argnums=1)(x, weight.format.activations)
     rounded = np.asarray(values, np.float64) * np.asarray(scale, np.float64)
