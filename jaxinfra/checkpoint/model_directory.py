@@ -224,6 +224,11 @@ def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
     return from_hf_config(hf) == computed(config)
 
 
+def hf_config_for(config: ModelConfig, hf: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns a Hugging Face config that describes the model: ``hf`` if it does, else a new one."""
+    return hf if hf is not None and describes(hf, config) else to_hf_config(config)
+
+
 def cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """Casts elements to a dtype, rounding to nearest. Raises CheckpointError for a NaN, or if a
     finite number overflows.

@@ -133,9 +133,10 @@ class RunDirectory:
     def read_config(self) -> RunConfig:
         """Reads the run's config; raises ConfigError if it is missing or invalid."""
         if not self.config_file.is_file():
+            found = "has no config.json" if self.path.is_dir() else "is not a directory"
             raise ConfigError(
-                f"{self.path} is no run directory: it has no config.json; name one that "
-                "`jaxinfra train` has made"
+                f"{self.path} is no run directory: it {found}; name one that `jaxinfra train` has "
+                "made, or one with a Hugging Face model where a model is meant"
             )
         return read_config(self.config_file)
 
@@ -169,6 +170,8 @@ def read_config(file: Path) -> RunConfig:
     if file.is_dir():
         raise ConfigError(f"{file} is a directory, a config is a file: name {file / 'config.json'}")
     values = read_json(file)
+    if "model_type" in values:
+        raise ConfigError(f"{file} is of a Hugging Face model, not of a run; name a run directory")
     try:
         return codec.from_dict(RunConfig, values)
     except ConfigError as error:

@@ -23,8 +23,8 @@ import numpy as np
 
 from jaxinfra.checkpoint.model_directory import (
     cast,
-    describes,
     filled_directory,
+    hf_config_for,
     is_model_directory,
     read_model_directory,
 )
@@ -34,7 +34,7 @@ from jaxinfra.checkpoint.tensor_files import write_tensor_files
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.hf import WeightMap, quantization_of, to_hf_config, weight_map
+from jaxinfra.hf import WeightMap, quantization_of, weight_map
 from jaxinfra.hf.mapping import Part
 from jaxinfra.model.definition import ModelDefinition, by_path, define_model
 from jaxinfra.numerics.policy import POLICIES, stored_as_computed
@@ -124,13 +124,10 @@ def source_model(path: Path) -> Iterator[SourceModel]:
                 f"{path} is quantized already; quantize the checkpoint that it was made from"
             )
         definition = define_model(directory.config, execution_on())
-        hf = directory.hf
-        if hf is None or not describes(hf, directory.config):
-            hf = to_hf_config(directory.config)
         yield SourceModel(
             definition=definition,
             source=directory.open(definition),
-            hf=hf,
+            hf=hf_config_for(directory.config, directory.hf),
             tokenizer_directory=path,
         )
         return

@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.checkpoint.model_directory import describes, is_model_directory, read_model_directory
+from jaxinfra.checkpoint.model_directory import (
+    hf_config_for,
+    is_model_directory,
+    read_model_directory,
+)
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.checkpoint.peft_files import (
     Adapters,
@@ -22,7 +26,7 @@ from jaxinfra.checkpoint.peft_settings import CONFIG, is_peft_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf import to_hf_config, weight_map
+from jaxinfra.hf import weight_map
 from jaxinfra.hf.mapping import WeightMap
 from jaxinfra.model.adapters import add_bank
 from jaxinfra.model.decoder import Decoder
@@ -150,9 +154,7 @@ def _weights(model: LoadedModel, path: Path) -> WeightMap:
     is_model = is_model_directory(path)
     hf = read_model_directory(path).hf if is_model else RunDirectory(path).read_hf_config()
     config = model.definition.config
-    if hf is None or not describes(hf, config):
-        hf = to_hf_config(config)
-    return weight_map(hf["model_type"], config, model.definition.arrays)
+    return weight_map(hf_config_for(config, hf)["model_type"], config, model.definition.arrays)
 
 
 def _of_run(model: LoadedModel, path: Path, directory: Path) -> Adapters:

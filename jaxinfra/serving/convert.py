@@ -15,6 +15,7 @@ from tokenizers import processors
 from jaxinfra.checkpoint.initial import initial_source
 from jaxinfra.checkpoint.model_directory import (
     describes,
+    hf_config_for,
     is_model_directory,
     read_model_directory,
     write_hf,
@@ -122,16 +123,15 @@ def _convert_directory(
     parameters: ParameterSource = directory.open(definition)
     hf = directory.hf
     if merge is not None:
-        if hf is None or not describes(hf, directory.config):
-            hf = to_hf_config(directory.config)
+        hf = hf_config_for(directory.config, hf)
         weights = weight_map(hf["model_type"], directory.config, definition.arrays)
         adapters = read_peft(Path(merge), weights, definition, source=parameters)
         parameters = MergedParameters(base=parameters, adapters=adapters)
     elif directory.is_hf:
         write_ours(parameters, definition, destination, hf=hf, **options)
         return Conversion(target=Target.OURS, definition=definition)
-    elif hf is not None and not describes(hf, directory.config):
-        hf = None  # the model was changed since
+    else:
+        hf = hf_config_for(directory.config, hf)  # the model may have been changed since
     write_hf(parameters, definition, destination, hf=hf, **options)
     return Conversion(target=Target.HF, definition=definition)
 

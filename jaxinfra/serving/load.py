@@ -35,7 +35,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import SERVING_AXES, make_mesh, serving_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
-from jaxinfra.runtime.files import read_json, require_type
+from jaxinfra.runtime.files import require_type
 from jaxinfra.serving.program_store import ProgramStore
 from jaxinfra.serving.sampling import SamplingConfig
 
@@ -340,7 +340,7 @@ def load_run(
         read: whether weights are read, or shapes take their place.
         devices: absent devices to describe the model for; by default those that are here.
     """
-    config = _read_config(path)
+    config = RunDirectory(path).read_config()
     tokenizer = _read_tokenizer(path, vocab_size=config.model.vocab_size)
     numbers = as_kept(POLICIES[policy or config.precision.policy], config.precision)
     placement = serving_placement(config.model, mesh, devices=devices)
@@ -443,23 +443,6 @@ def restore_trained(
         settings=codec.to_dict(config),
     )
     return restored.step, functools.reduce(merged, restored.state.values())
-
-
-def _read_config(path: Path) -> RunConfig:
-    file = RunDirectory(path).config_file
-    if not file.is_file():
-        found = "has no config.json" if path.is_dir() else "is not a directory"
-        raise ConfigError(
-            f"{path} {found}; name a run directory, one that `jaxinfra train` has written, "
-            "or one with a Hugging Face model"
-        )
-    values = read_json(file)
-    if "model_type" in values:
-        raise ConfigError(f"{file} is of a Hugging Face model, not of a run; name a run directory")
-    try:
-        return codec.from_dict(RunConfig, values)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
 
 
 def _read_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:

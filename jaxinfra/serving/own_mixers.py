@@ -19,7 +19,7 @@ from flax import nnx
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.errors import DataError, UnsupportedError
 from jaxinfra.model.decoder import Decoder, KVCache
-from jaxinfra.serving.engine.engine import NOT_FINITE, TextStream
+from jaxinfra.serving.engine.engine import NOT_FINITE, TextStream, end_of, last_text, text_of
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import NO_TOKEN, SamplingNeeds, SamplingRows, sample, sampling_key
@@ -124,18 +124,13 @@ class _Row:
             self.end = EndReason.ERROR
             return RequestProgress(request=0, end=self.end, error=NOT_FINITE)
         self.tokens.append(token)
-        request, text = self.request, ""
-        if token in request.eos_ids or token in request.stop_ids:
-            self.end = EndReason.EOS if token in request.eos_ids else EndReason.STOP
-        else:
-            text = self.text.push(token)
-            if self.text.is_stopped:
-                self.end = EndReason.STOP
-            elif len(self.tokens) >= self.limit:
-                whole = len(request.prompt_ids) + request.max_new_tokens
-                self.end = EndReason.LENGTH if self.limit == whole else EndReason.CONTEXT
-        if self.end is not None and not self.text.is_stopped:
-            text += self.text.flush()
+        num_tokens = len(self.tokens)
+        self.end, text = end_of(
+            self.request, self.text, token, num_tokens=num_tokens, limit=self.limit
+        )
+        if self.end is not None:
+            self.end, rest = last_text(self.text, self.end)
+            text += rest
         return RequestProgress(request=0, tokens=(token,), text=text, end=self.end)
 
 
@@ -147,7 +142,7 @@ def _group(
     rows = [
         _Row(
             request=each,
-            text=TextStream(model.tokenizer, each.prompt_ids, each.stop),
+            text=text_of(model.tokenizer, each),
             tokens=[*each.prompt_ids],
             # The last token is sampled, and never read.
             limit=min(len(each.prompt_ids) + each.max_new_tokens, context + 1),
@@ -157,7 +152,7 @@ def _group(
     reader = (_Kept if _keeps_state(model) else _Again)(model.decoder, rows)
     configs = [each.sampling for each in requests]
     settings, needs = SamplingRows.of(configs), SamplingNeeds.of(configs)
-    seeds = np.array([each.seed & 0xFFFFFFFF for each in requests], np.uint32)
+    seeds = np.array([each.seed_bits for each in requests], np.uint32)
     choices = np.array([each.choice for each in requests], np.int32)
     logits_BV = reader.logits()
     while True:

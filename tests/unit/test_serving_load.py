@@ -138,7 +138,7 @@ def removed(pattern: str):
 
 
 SPOILED = {
-    "no_directory": (shutil.rmtree, ConfigError, "is not a directory; name a run directory"),
+    "no_directory": (shutil.rmtree, ConfigError, "it is not a directory; name one that"),
     "no_config": (removed("config.json"), ConfigError, "has no config.json"),
     "half_a_config": (rewritten("config.json", '{"mo'), ConfigError, "not JSON"),
     "list": (rewritten("config.json", "[1]"), ConfigError, "is no object"),
@@ -152,7 +152,7 @@ SPOILED = {
     "unknown_key": (
         write_config(lambda run: run["training"].update(bach=1)),
         ConfigError,
-        "config.json: .*bach",
+        "config.json is no config of this version: .*bach",
     ),
     "no_tokenizer": (removed("tokenizer.json"), ConfigError, "has no tokenizer.json"),
     "other_json": (rewritten("tokenizer.json", "{}"), DataError, "not a tokenizer"),

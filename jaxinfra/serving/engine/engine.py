@@ -91,6 +91,60 @@ class TextStream:
         return text[: len(text) - keep]
 
 
+def text_of(tokenizer: Tokenizer, request: GenerationRequest) -> TextStream:
+    """Returns a stream for a request's new text."""
+    return TextStream(
+        tokenizer,
+        request.prompt_ids,
+        request.stop,
+        keeps_stop=request.keeps_stop,
+        silent_ids=request.silent_ids,
+    )
+
+
+def end_of(
+    request: GenerationRequest,
+    stream: TextStream | None,
+    token: int,
+    *,
+    num_tokens: int,
+    limit: int,
+) -> tuple[EndReason | None, str]:
+    """Returns why a sampled token ends its request, or None, and the text that is final with it.
+
+    Args:
+        stream: of the request's text; None: it is not wanted.
+        num_tokens: tokens of the prompt and new ones, this one included.
+        limit: most tokens of both.
+    """
+    if token in request.eos_ids:
+        return EndReason.EOS, ""
+    if token in request.stop_ids:
+        return EndReason.STOP, ""
+    text = ""
+    if stream is not None:
+        drawn = num_tokens - len(request.prompt_ids)
+        text = stream.push(token, may_stop=drawn >= request.min_tokens)
+        if stream.is_stopped:
+            return EndReason.STOP, text
+    if request.constraint is not None:
+        request.constraint.advance(token)
+        if request.constraint.is_complete:
+            return EndReason.STOP, text
+    if num_tokens < limit:
+        return None, text
+    is_whole = limit == len(request.prompt_ids) + request.max_new_tokens
+    return EndReason.LENGTH if is_whole else EndReason.CONTEXT, text
+
+
+def last_text(stream: TextStream | None, end: EndReason) -> tuple[EndReason, str]:
+    """Returns the reason of an end, which the rest of the text may change, and that rest."""
+    if stream is None or stream.is_stopped:
+        return end, ""
+    text = stream.flush()
+    return EndReason.STOP if stream.is_stopped and end is EndReason.LENGTH else end, text
+
+
 _LONGEST, _SHORTEST = 4, 2
 _LOOKED_BACK = 4096  # tokens
 
@@ -356,13 +410,7 @@ class Engine:
         )
         text = None
         if self.tokenizer is not None:
-            text = TextStream(
-                self.tokenizer,
-                request.prompt_ids,
-                request.stop,
-                keeps_stop=request.keeps_stop,
-                silent_ids=request.silent_ids,
-            )
+            text = text_of(self.tokenizer, request)
         self.scheduler.add(stream)
         self._requests[number] = _Told(stream=stream, text=text)
         self._unadmitted.add(number)
@@ -466,24 +514,8 @@ class Engine:
             after: tokens sampled after it, which the stream has already.
         """
         stream, request = told.stream, told.stream.request
-        if token in request.eos_ids:
-            return EndReason.EOS, ""
-        if token in request.stop_ids:
-            return EndReason.STOP, ""
-        text = ""
-        if told.text is not None:
-            drawn = len(stream.tokens) - after - len(request.prompt_ids)
-            text = told.text.push(token, may_stop=drawn >= request.min_tokens)
-            if told.text.is_stopped:
-                return EndReason.STOP, text
-        if request.constraint is not None:
-            request.constraint.advance(token)
-            if request.constraint.is_complete:
-                return EndReason.STOP, text
-        if len(stream.tokens) - after < stream.limit:
-            return None, text
-        is_whole = stream.limit == len(request.prompt_ids) + request.max_new_tokens
-        return EndReason.LENGTH if is_whole else EndReason.CONTEXT, text
+        num_tokens = len(stream.tokens) - after
+        return end_of(request, told.text, token, num_tokens=num_tokens, limit=stream.limit)
 
     def _end(
         self,
@@ -500,14 +532,11 @@ class Engine:
         self._unadmitted.discard(stream.number)
         self.scheduler.end(stream, poisoned=poisoned)
         self.counts.ended[end] += 1
-        if told.text is not None and not told.text.is_stopped:
-            text += told.text.flush()
-            if told.text.is_stopped and end is EndReason.LENGTH:
-                end = EndReason.STOP
+        end, rest = last_text(told.text, end)
         return RequestProgress(
             request=stream.number,
             tokens=tokens,
-            text=text,
+            text=text + rest,
             end=end,
             error=error,
             num_cached=stream.num_cached,

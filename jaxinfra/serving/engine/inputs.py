@@ -18,7 +18,7 @@ from jaxinfra.serving.sampling import SamplingRows
 
 _OF_REQUEST = (
     "slot",  # one beyond the last marks padding
-    "seed",  # the lower 32 bits of the request's seed, reinterpreted
+    "seed",  # the request's ``seed_bits``, reinterpreted
     "choice",  # tells apart requests with equal prompt and seed
     "adapter",  # number in the adapter bank; 0: none
 )
@@ -136,7 +136,7 @@ class RowWriter:
         request, kept_C = row.stream.request, self._kept_SC[row.slot]
         self._known[row.slot] = row.stream, row.pages
         # The seed keeps its bits.
-        seed = np.uint32(request.seed & 0xFFFFFFFF).astype(np.int32)
+        seed = np.uint32(request.seed_bits).astype(np.int32)
         kept_C[: len(_OF_REQUEST)] = row.slot, seed, request.choice, self._adapters[request.adapter]
         kept_C[len(FIELDS) :] = 0
         kept_C[len(FIELDS) : len(FIELDS) + len(row.pages)] = row.pages

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import zlib
 from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
@@ -50,7 +51,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
-    seed: int = 0  # the lower 32 bits count
+    seed: int = 0  # any whole number; ``seed_bits`` has what is used of it
     choice: int = 0  # tells continuations of one prompt and seed apart
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
@@ -62,6 +63,14 @@ class GenerationRequest:
     min_tokens: int = 0  # stop strings are ignored before this many tokens
     silent_ids: frozenset[int] = frozenset()  # tokens that add no text
     cache_salt: str | None = None  # requests of different salts share no pages
+
+    @property
+    def seed_bits(self) -> int:
+        """The seed if it has 32 bits, else a checksum of all its bits."""
+        if 0 <= self.seed < 1 << 32:
+            return self.seed
+        num_bytes = self.seed.bit_length() // 8 + 1
+        return zlib.crc32(self.seed.to_bytes(num_bytes, "little", signed=True))
 
     @property
     def is_plain(self) -> bool:

@@ -275,7 +275,7 @@ class Service:
             )
         new = self._length(body, default_tokens)
         sampling = body.sampling(self._model.defaults if self.limits.uses_defaults else {})
-        seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+        seed = secrets.randbits(32) if body.seed is None else body.seed
         silent = self._silent(turn) if body.skip_special_tokens else frozenset()
         result = []
         for prompt in prompts:
