@@ -172,6 +172,14 @@ def _add_companions(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"largest rank of an adapter (default: {MAX_RANK})",
     )
+    tuned.add_argument(
+        "--adapter-slots",
+        type=int,
+        default=0,
+        metavar="N",
+        help="adapters that clients may load beside these by /v1/load_lora_adapter, from any "
+        "directory that the server can read (default: 0)",
+    )
     ahead = parser.add_argument_group("speculative decoding")
     ahead.add_argument(
         "--draft",
@@ -301,7 +309,8 @@ def read_models(
     drafts = [] if args.draft is None else [model_path(args.draft)]
     reading = functools.partial(load_models, args, path, *drafts)
     # Adapters are added to weights.
-    is_ahead = jax.process_count() == 1 and not args.adapters and mesh.num_devices == 1
+    has_bank = bool(args.adapters or args.adapter_slots)
+    is_ahead = jax.process_count() == 1 and not has_bank and mesh.num_devices == 1
     if absent and not is_ahead:
         raise UnsupportedError(
             "programs for an absent GPU are of one device and without adapters; leave --mesh and "
@@ -328,7 +337,7 @@ def _check_job(args: argparse.Namespace, cluster: Cluster | None) -> None:
     refused = {
         "--replicas": args.replicas is not None,
         "--draft": args.draft is not None,
-        "--adapters": bool(args.adapters),
+        "--adapters": bool(args.adapters or args.adapter_slots),
         "--preemption host": args.preemption == Preemption.HOST,
     }
     for option, is_given in refused.items():
@@ -340,6 +349,13 @@ def _check_job(args: argparse.Namespace, cluster: Cluster | None) -> None:
 
 
 def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBank | None:
+    if args.adapter_slots < 0:
+        raise ConfigError(f"--adapter-slots {args.adapter_slots} must be at least 0")
+    if args.adapter_slots and REPLICA in os.environ:
+        raise UnsupportedError(
+            "--adapter-slots with --replicas: a request would load an adapter on one of them; name "
+            "adapters with --adapters, or serve without replicas"
+        )
     found: dict[str, Path] = {}
     for item in args.adapters:
         name, separator, directory = item.partition("=")
@@ -348,7 +364,10 @@ def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBa
         if name in found:
             raise ConfigError(f"--adapters names {name!r} twice; each needs a name of its own")
         found[name] = Path(directory)
-    return load_bank(model, path, found, max_rank=args.max_adapter_rank) if found else None
+    if not found and not args.adapter_slots:
+        return None
+    limits = {"max_rank": args.max_adapter_rank, "num_free": args.adapter_slots}
+    return load_bank(model, path, found, **limits)
 
 
 def _too_large(

@@ -1,8 +1,10 @@
 """Several adapters over one model: each row gets its own, and what it computes is nobody else's."""
 
+import asyncio
 import dataclasses
 import pathlib
 
+import httpx2
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +22,12 @@ from jaxinfra.model.adapters import with_chosen
 from jaxinfra.model.definition import by_path, define_model, is_weight, merged
 from jaxinfra.model.quantized_base import base_shapes, quantized_weight
 from jaxinfra.serving.adapter_bank import AdapterBank, load_bank
+from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.http import service as service_module
+from jaxinfra.serving.http.app import application
+from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY
 from tests.generation import recomputed
@@ -198,3 +204,69 @@ def test_adapters_of_a_model_in_few_bits(bank, loaded):
     )
     np.testing.assert_allclose(got, want, atol=2e-5 * float(np.abs(want).max()))
     assert float(np.abs(want[1] - want[0]).max()) > 0.01
+
+
+def test_an_adapter_is_loaded_and_unloaded_between_requests(loaded, adapted):
+    """Beside one from the start, in its place after it, and without what another one cached."""
+    names = [*adapted]
+    model_of, arrays_of = ({name: adapted[name][part] for name in names} for part in (0, 1))
+    bank = AdapterBank(names=("first",), adapters=(arrays_of["small"],), num_free=1, max_rank=3)
+    engine = Engine.of(loaded, options=OPTIONS, bank=bank)
+    assert engine.adapters == ("first",)
+    with pytest.raises(ConfigError, match="not loaded"):
+        engine.check(asked("later"))
+    for name in ("lengths", "small", "lengths"):
+        engine.load_adapter("later", bank.rows(loaded, arrays_of[name]))
+        with pytest.raises(ConfigError, match="loaded already"):
+            engine.load_adapter("later", {})
+        with pytest.raises(ConfigError, match="all 2 places"):
+            engine.load_adapter("third", {})
+        got = engine.run([asked("later"), asked("first"), asked(None)])
+        assert drawn(got[0]) == alone(model_of[name])
+        assert drawn(got[1]) == alone(model_of["small"])
+        assert drawn(got[2]) == alone(loaded.decoder)
+        engine.submit(asked("later"))
+        with pytest.raises(ConfigError, match="1 requests of adapter 'later' are open"):
+            engine.unload_adapter("later")
+        while engine.is_busy:
+            engine.step()
+        engine.unload_adapter("later")
+    with pytest.raises(ConfigError, match="rank 3, more than 2"):
+        dataclasses.replace(bank, max_rank=2).rows(loaded, arrays_of["lengths"])
+
+
+@pytest.mark.slow
+def test_clients_load_and_unload_adapters(loaded, adapted, tmp_path, monkeypatch):
+    arrays = adapted["lengths"][1]
+    bank = AdapterBank(names=(), adapters=(), num_free=1, max_rank=4)
+    monkeypatch.setattr(service_module, "read_adapters", lambda *_: arrays)
+    running = EngineThread(Engine.of(loaded, options=OPTIONS, bank=bank), max_open=4)
+    limits = ServiceLimits()
+    service = Service(loaded, running, path=tmp_path, name="m", limits=limits, bank=bank)
+    running.start()
+
+    async def run():
+        transport = httpx2.ASGITransport(app=application(service, api_key=None))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://m") as http:
+
+            async def post(path, **body):
+                answer = await http.post(f"/v1/{path}", json=body)
+                return answer.status_code, answer.text
+
+            answers = [
+                await post("load_lora_adapter", lora_name="later", lora_path="/adapter"),
+                await post("completions", model="later", prompt=[1, 2], max_tokens=2),
+                await post("load_lora_adapter", lora_name="later", lora_path="/adapter"),
+                await post("unload_lora_adapter", lora_name="later"),
+                await post("unload_lora_adapter", lora_name="later"),
+                await post("completions", model="later", prompt=[1, 2], max_tokens=2),
+            ]
+            return answers, service.names
+
+    try:
+        answers, names = asyncio.run(run())
+    finally:
+        running.close()
+    assert [status for status, _ in answers] == [200, 200, 400, 200, 400, 404]
+    assert "served already" in answers[2][1]
+    assert names == ("m",)

@@ -1,5 +1,6 @@
 """Runs the engine in its own thread, so that many callers can send requests at once."""
 
+import concurrent.futures
 import dataclasses
 import logging
 import threading
@@ -48,6 +49,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._arrived: list[Ticket] = []
         self._cancelled: list[Ticket] = []
+        self._works: list[tuple[Callable[[], None], concurrent.futures.Future[None]]] = []
         self._open: dict[int, Ticket] = {}
         self.num_open = 0  # submitted requests that have not ended
         self._is_draining = self._is_closed = False
@@ -104,6 +106,16 @@ class EngineThread:
             self._changed.notify()
         return tickets
 
+    def between_steps(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
+        """Runs a function in the engine's thread, between two steps; returns its future result."""
+        coming: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._changed:
+            if not self.is_serving:
+                raise StoppedError("the server is stopping; ask another one")
+            self._works.append((work, coming))
+            self._changed.notify()
+        return coming
+
     def cancel(self, tickets: list[Ticket]) -> None:
         """Cancels requests; has no effect on requests that have ended."""
         with self._changed:
@@ -140,7 +152,10 @@ class EngineThread:
         with self._changed:
             self.failure = self.failure or error
             tickets = [*self._open.values(), *self._arrived]
+            works, self._works = self._works, []
             self._open, self._arrived = {}, []
+        for _, coming in works:
+            coming.set_exception(error)
         for ticket in tickets:
             told = f"the engine failed: {type(error).__name__}"
             self._end(ticket, RequestProgress(request=-1, end=EndReason.ERROR, error=told))
@@ -161,13 +176,25 @@ class EngineThread:
         with self._changed:
             self._step_begun = None
             self._changed.wait_for(
-                lambda: self._arrived or self._cancelled or self._is_closed or self.engine.is_busy
+                lambda: (
+                    self._arrived
+                    or self._cancelled
+                    or self._works
+                    or self._is_closed
+                    or self.engine.is_busy
+                )
             )
             self._step_begun = time.monotonic()
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
+            works, self._works = self._works, []
             if self._is_closed:
                 cancelled = [*self._open.values(), *arrived]
+        for work, coming in works:
+            try:
+                coming.set_result(work())
+            except Exception as error:  # it concerns the caller alone
+                coming.set_exception(error)
         for ticket in cancelled:
             ticket.is_cancelled = True
             if ticket.number is not None:

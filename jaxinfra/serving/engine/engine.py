@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Self, final
 
 import jax
@@ -14,7 +14,7 @@ from flax import nnx
 from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
 from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.model.decoder import Decoder
-from jaxinfra.serving.adapter_bank import AdapterBank
+from jaxinfra.serving.adapter_bank import AdapterBank, AdapterRow
 from jaxinfra.serving.engine.fit import memory_limit
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import RowSample, StepPlan
@@ -235,6 +235,7 @@ class Engine:
             step.
         adapters: names of the adapters in the model's bank (``AdapterBank.added_to``), in order;
             requests choose one by name.
+        num_free_adapters: further adapters that the bank has room for.
         store: where compiled programs are kept; None: nowhere.
         limit_bytes: bytes that JAX may allocate on an absent device; None: as this one says.
     """
@@ -248,11 +249,13 @@ class Engine:
         options: EngineOptions | None = None,
         draft: Decoder | None = None,
         adapters: Sequence[str] = (),
+        num_free_adapters: int = 0,
         store: ProgramStore | None = None,
         limit_bytes: int | None = None,
     ):
         options = options or EngineOptions()
-        self.adapters = tuple(adapters)
+        self._num_adapters = len(adapters) + num_free_adapters
+        self._reloads: dict[str, int] = {}  # of adapters that were loaded later, by name
         model.config.require_logits()
         self.vocab_size = model.config.vocab_size
         self.num_ids = self.vocab_size if num_ids is None else num_ids
@@ -277,7 +280,7 @@ class Engine:
             num_ids=self.num_ids,
             draft=draft,
             verify_length=1 + options.num_drafts if options.num_drafts else None,
-            adapters=self.adapters,
+            adapters=adapters,
             store=store,
         )
         is_loaded = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
@@ -323,6 +326,7 @@ class Engine:
         return cls(
             model.serving_decoder(consumes=consumes) if bank is None else bank.added_to(model),
             adapters=() if bank is None else bank.names,
+            num_free_adapters=0 if bank is None else bank.num_free,
             tokenizer=model.tokenizer,
             num_ids=model.num_ids,
             options=options,
@@ -397,6 +401,46 @@ class Engine:
         if not all(request.stop):
             raise ConfigError("an empty stop string would end every text before it begins")
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return tuple(name for name in self.runner.adapters if name is not None)
+
+    def load_adapter(self, name: str, rows: Mapping[str, AdapterRow]) -> None:
+        """Loads an adapter into a free place of the bank.
+
+        Args:
+            rows: the adapter of each projection in the bank (``AdapterBank.rows``).
+
+        Raises:
+            ConfigError: an adapter of this name is loaded, or no place is free.
+        """
+        known = self.runner.adapters
+        if name in known:
+            raise ConfigError(f"adapter {name!r} is loaded already; unload it first")
+        free = {*range(1, 1 + self._num_adapters)} - {*known.values()}
+        if not free:
+            raise ConfigError(
+                f"all {self._num_adapters} places of adapters are taken; unload one, or start the "
+                "server with more --adapter-slots"
+            )
+        self.runner.load_adapter(name, rows, min(free))
+        # Another one may have had this name: what it cached is not shared.
+        self._reloads[name] = 1 + max(self._reloads.values(), default=0)
+
+    def unload_adapter(self, name: str) -> None:
+        """Frees an adapter's place in the bank.
+
+        Raises:
+            ConfigError: no such adapter is loaded, or requests of it are open.
+        """
+        if name not in self.adapters:
+            raise ConfigError(f"adapter {name!r} is not loaded; loaded: {list(self.adapters)}")
+        requests = [told.stream.request for told in self._requests.values()]
+        if count := sum(each.adapter == name for each in requests):
+            raise ConfigError(f"{count} requests of adapter {name!r} are open; wait for their end")
+        del self.runner.adapters[name]
+
     def submit(self, request: GenerationRequest) -> int:
         """Queues a request, and returns the number that identifies it in the progress of ``step``.
 
@@ -404,6 +448,9 @@ class Engine:
             DataError: the prompt is empty or too long, or has ids outside the vocabulary.
         """
         self.check(request)
+        if (reload := self._reloads.get(request.adapter or "")) is not None:
+            salt = f"{reload} {request.cache_salt or ''}"
+            request = dataclasses.replace(request, cache_salt=salt)
         number = next(self._numbers)
         stream = RequestStream(
             number=number, request=request, tokens=[*request.prompt_ids], limit=0

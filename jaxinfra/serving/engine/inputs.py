@@ -73,7 +73,8 @@ class RowWriter:
 
     def __init__(self, limits: SchedulerLimits, adapters: Sequence[str] = ()):
         self._padding = limits.max_running
-        self._adapters = {name: place for place, name in enumerate((None, *adapters))}
+        # Numbers in the bank by the names that requests have.
+        self.adapters = {name: place for place, name in enumerate((None, *adapters))}
         width = len(FIELDS) + limits.table_width
         self._kept_SC = np.zeros((limits.max_running + 1, width), np.int32)
         self._kept_SC[self._padding, 0] = self._padding
@@ -137,6 +138,6 @@ class RowWriter:
         self._known[row.slot] = row.stream, row.pages
         # The seed keeps its bits.
         seed = np.uint32(request.seed_bits).astype(np.int32)
-        kept_C[: len(_OF_REQUEST)] = row.slot, seed, request.choice, self._adapters[request.adapter]
+        kept_C[: len(_OF_REQUEST)] = row.slot, seed, request.choice, self.adapters[request.adapter]
         kept_C[len(FIELDS) :] = 0
         kept_C[len(FIELDS) : len(FIELDS) + len(row.pages)] = row.pages

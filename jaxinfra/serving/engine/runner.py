@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -15,6 +15,7 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.own import OwnLayer
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.execution import Execution
+from jaxinfra.serving.adapter_bank import AdapterRow
 from jaxinfra.serving.engine import programs
 from jaxinfra.serving.engine.fit import (
     MemoryNeeds,
@@ -201,6 +202,26 @@ class ModelRunner:
             return dataclasses.replace(limits, num_pages=noted)
         self._noted_pages.note(limits.num_pages)
         return limits
+
+    @property
+    def adapters(self) -> dict[str | None, int]:
+        """Numbers of the loaded adapters in the bank by name; None, the model alone, is 0."""
+        return self._writer.adapters
+
+    def load_adapter(self, name: str, rows: Mapping[str, AdapterRow], number: int) -> None:
+        """Writes an adapter into the bank; steps that are under way keep what was there.
+
+        Args:
+            rows: the adapter of each projection in the bank, by the weight's path.
+            number: where it is written, from 1; no request may use what is there.
+        """
+        arrays = self._weights.model.arrays
+        for path, row in rows.items():
+            for part in dataclasses.fields(row):
+                key = f"{path.removesuffix('weight')}adapter/{part.name}/value"
+                new = getattr(row, part.name).astype(arrays[key].dtype)
+                arrays[key] = _with_row(arrays[key], new, number - 1)
+        self.adapters[name] = number
 
     def limit_scratch(self, limit_bytes: int) -> None:
         """Sets what JAX may allocate on a device, which programs' scratch memory has to fit in."""
@@ -450,6 +471,12 @@ class ModelRunner:
             place for place, each in enumerate(arguments) if each is state and key != SAVE
         )
         return Prepared(function, arguments, donated)
+
+
+@jax.jit
+def _with_row(bank: jax.Array, new: jax.Array, place: jax.Array) -> jax.Array:
+    """Returns a bank's array [L, S, ...] with one of its S adapters replaced."""
+    return bank.at[:, place].set(new)
 
 
 def _weights(model: Decoder, draft: Decoder | None) -> Weights:

@@ -23,6 +23,7 @@ from jaxinfra.serving.http.answers import (
     metrics_response,
 )
 from jaxinfra.serving.http.bodies import (
+    AdapterBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -57,6 +58,8 @@ def application(service: Service, *, api_key: str | None) -> Application:
         app.add_exception_handler(kind, _refused)
     _add_generation(app, service)
     _add_agents(app, service)
+    if service.takes_adapters:
+        _add_adapters(app, service)
     _add_refusals(app, service)
     _add_information(app, service)
     limit = service.limits.max_body_bytes
@@ -212,15 +215,33 @@ def _add_agents(app: fastapi.FastAPI, service: Service) -> None:
         return {"input_tokens": len(turn.prompt)}
 
 
+def _add_adapters(app: fastapi.FastAPI, service: Service) -> None:
+    """Adds vLLM's endpoints that load and unload adapters."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load(body: AdapterBody) -> responses.Response:
+        if body.lora_path is None:
+            raise ConfigError("lora_path is missing: the adapter's directory on the server")
+        await asyncio.to_thread(service.load_adapter, body.lora_name, Path(body.lora_path))
+        return responses.PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} added.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(body: AdapterBody) -> responses.Response:
+        await asyncio.to_thread(service.unload_adapter, body.lora_name)
+        return responses.PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed.")
+
+
 def _add_refusals(app: fastapi.FastAPI, service: Service) -> None:
     """Answers known paths that this server does not serve with the reason."""
-    reasons = {
+    reasons: dict[str, tuple[str, ...]] = {
         "makes no embeddings": ("/v1/embeddings", "/pooling"),
         "scores no pairs of texts": ("/v1/score", "/score", "/v1/rerank", "/rerank"),
-        "takes adapters when it starts (--adapters NAME=DIR): its programs are compiled for them": (
-            *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-        ),
     }
+    if not service.takes_adapters:
+        reason = (
+            "takes adapters when it starts (--adapters NAME=DIR), or later with --adapter-slots"
+        )
+        reasons[reason] = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
     for reason, paths in reasons.items():
         message = f"{service.name} generates text; this server {reason}"
 

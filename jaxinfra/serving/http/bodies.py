@@ -23,6 +23,14 @@ class Setting(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
 
+class AdapterBody(Setting):
+    """Body of ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
+
+    lora_name: str = pydantic.Field(min_length=1)
+    lora_path: str | None = None  # the adapter's directory on the server
+    lora_int_id: int | None = None  # of older clients; a name is enough
+
+
 class JsonSchema(Setting):
     """A named JSON schema in a request; answers always follow it exactly."""
 

@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.serving.adapter_bank import AdapterBank, read_adapters
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.grammar import GrammarCompiler
 from jaxinfra.serving.engine.requests import Constraint, GenerationRequest, RequestProgress
@@ -187,6 +188,7 @@ class Service:
         path: the model's directory, with a chat template if the model has one.
         name: the model's name in clients' requests.
         template: variables of the chat template, where a request gives no other value.
+        bank: the model's adapters; None: it has none.
     """
 
     def __init__(
@@ -198,12 +200,13 @@ class Service:
         name: str,
         limits: ServiceLimits,
         template: Mapping[str, Any] | None = None,
+        bank: AdapterBank | None = None,
     ):
         self.name, self.limits, self.engine = name, limits, engine
         self.created = int(time.time())
         self.tokenizer = model.tokenizer
         self.eos_ids = frozenset(model.tokenizer.end_ids)
-        self._model = model
+        self._model, self._path, self._bank = model, path, bank
         self.metrics = EngineMetrics(engine, model=name)
         self.chat = Chat(
             path,
@@ -219,6 +222,31 @@ class Service:
     def names(self) -> tuple[str, ...]:
         """Model names that clients may request: the model and its adapters."""
         return (self.name, *self.engine.engine.adapters)
+
+    def load_adapter(self, name: str, directory: Path) -> None:
+        """Loads an adapter from a directory, and returns once requests may name it.
+
+        Raises:
+            ConfigError, DataError, CheckpointError: it is not an adapter of this model, or there is
+                no place for it.
+        """
+        if name in self.names:
+            raise ConfigError(f"{name!r} is served already; unload it first, or name it otherwise")
+        assert self._bank is not None, "there are no places for adapters"
+        adapters = read_adapters(self._model, self._path, directory)
+        rows = self._bank.rows(self._model, adapters)
+        engine = self.engine
+        engine.between_steps(lambda: engine.engine.load_adapter(name, rows)).result()
+
+    def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter; raises ConfigError if it is not loaded or requests of it are open."""
+        engine = self.engine
+        engine.between_steps(lambda: engine.engine.unload_adapter(name)).result()
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters are loaded and unloaded by request."""
+        return self._bank is not None and self._bank.num_free > 0
 
     @property
     def context(self) -> int:

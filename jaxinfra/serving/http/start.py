@@ -52,7 +52,9 @@ def _require_other_names(name: str, bank: AdapterBank | None) -> None:
         )
 
 
-def _service(model: LoadedModel, engine: EngineThread, options: ServeOptions) -> Service:
+def _service(
+    model: LoadedModel, engine: EngineThread, options: ServeOptions, bank: AdapterBank | None
+) -> Service:
     return Service(
         model,
         engine,
@@ -60,6 +62,7 @@ def _service(model: LoadedModel, engine: EngineThread, options: ServeOptions) ->
         name=options.name,
         limits=options.limits,
         template=options.template,
+        bank=bank,
     )
 
 
@@ -104,7 +107,7 @@ def serve(
     engine = Engine.of(model, options=options.engine, draft=draft, bank=bank, consumes=True)
     say(_pool(engine.limits))
     running = EngineThread(engine, max_open=options.max_open)
-    service = _service(model, running, options)
+    service = _service(model, running, options, bank)
     app = application(service, api_key=options.server.api_key)
     server = HttpServer(app, options.server, drain=running.drain)  # a taken address is known now
     followers = None
