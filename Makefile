@@ -15,6 +15,8 @@ FILES := $(strip $(foreach word,$(ARGS),$(if $(findstring .py,$(word)),$(word)))
 PARALLEL ?= $(if $(filter 1,$(words $(FILES))),-n 0,-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 # Of a GPU's tests no worker need import all other tests.
 GPU_FILES = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
+# And of files that have no others, none of a machine without a GPU.
+NO_GPU = --ignore-glob='*_gpu.py'
 # A worker is a process of one core: NumPy's products would take all cores in each of them. A group's
 # tests go to one worker: what needs several GB is not in memory twice.
 ON_GPU = JAX_PLATFORMS=cuda,cpu OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -43,10 +45,10 @@ serve: $(SETUP) ## Serve a model, or what make train leaves: make serve ARGS="ru
 	$(BIN)jaxinfra serve $(ARGS)
 
 test: $(SETUP) ## The tests, without the slow ones
-	$(PYTEST) $(PARALLEL) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu" $(NO_GPU) $(ARGS)
 
 test-full: $(SETUP) ## The tests, with the slow ones
-	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not gpu" $(NO_GPU) $(ARGS)
 
 nightly: $(SETUP) ## Every fault, all other tests with 60 random kills, numerics, fuzzer, newer JAX
 	$(ENV_PYTHON) -m jaxinfra faults --all --jobs $(FAULT_JOBS)

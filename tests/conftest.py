@@ -28,6 +28,7 @@ if fast_compiling.PATIENCE not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += f" {fast_compiling.PATIENCE}"
 
 import hypothesis
+import hypothesis.internal.conjecture.providers
 import jax
 import jaxlib
 import pytest
@@ -81,6 +82,8 @@ hypothesis.settings.register_profile(
     "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("suite")
+# By default every worker reads the syntax of all product modules, for constants to draw from.
+hypothesis.internal.conjecture.providers.is_local_module_file = lambda path: False
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what a command's -m does not name

@@ -23,7 +23,6 @@ OPTIONS = EngineOptions(
 )
 
 CONFIG = dense(vocab_size=300, hidden_dim=32, tie_embeddings=False)
-DEFINITION = define_model(CONFIG, execution_on())
 POISON = 299
 # Of two lengths: what they give alone is a program for each.
 PROMPTS = [
@@ -34,10 +33,15 @@ PROMPTS = [
 ]
 
 
+@functools.cache
+def definition():
+    return define_model(CONFIG, execution_on())
+
+
 def parameters(seed=0):
     rng = np.random.default_rng(seed)
     values = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype), DEFINITION.shapes
+        lambda leaf: jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype), definition().shapes
     )
     values["embedding"]["table"] = values["embedding"]["table"].at[POISON].set(jnp.nan)
     return values
@@ -45,7 +49,7 @@ def parameters(seed=0):
 
 @functools.cache
 def model():
-    return DEFINITION.bind(parameters())
+    return definition().bind(parameters())
 
 
 def alone(prompt, *, new=10, sampling=GREEDY, seed=0):

@@ -51,7 +51,7 @@ def bench(shared, tmp_path) -> Bench:
     return Bench(tmp_path, cache=shared.cache, text=shared.text)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running(tmp_path_factory):
     """A server that answers in letters."""
     from e2e.served_letters import Running  # what a server imports takes seconds
@@ -62,7 +62,7 @@ def running(tmp_path_factory):
     served.thread.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(running):
     """OpenAI's own, of that server."""
     import openai

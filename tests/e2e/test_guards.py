@@ -138,6 +138,7 @@ def test_a_flipped_weight_is_voted_out(shared, disturbed):
     assert "TRANSIENT FAULT" in disturbed.stdout
 
 
+@pytest.mark.slow  # a run more; the fault is named above
 @pytest.mark.usefixtures("disturbed")
 def test_a_fault_that_passes_is_told_from_a_bad_batch(shared, undisturbed):
     run = shared / "disturbed"

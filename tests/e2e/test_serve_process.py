@@ -15,7 +15,7 @@ import urllib.request
 
 import jax
 import pytest
-from engine_models import DEFINITION
+from engine_models import definition
 
 from experiments.bench.serving import serve_endurance
 from jaxinfra.checkpoint.model_directory import write_ours
@@ -50,8 +50,8 @@ def process(directory: pathlib.Path, *options: str, environment=None):
 def model(tmp_path):
     bytes_tokenizer().save(tmp_path / "tokenizer.json")
     write_ours(
-        LiveParameters(arrays=by_path(DEFINITION.initialize(jax.random.key(0)))),
-        DEFINITION,
+        LiveParameters(arrays=by_path(definition().initialize(jax.random.key(0)))),
+        definition(),
         tmp_path / "model",
         hf=None,
         tokenizer_directory=tmp_path,
@@ -164,7 +164,7 @@ def test_a_model_over_two_processes_says_what_it_says_in_one(model):
         ranks[1].send_signal(signal.SIGTERM)  # as whoever starts them may send it to both
         ranks[0].send_signal(signal.SIGTERM)
         assert [rank.wait(60) for rank in ranks] == [0, 0]
-    one = DEFINITION.bind(DEFINITION.initialize(jax.random.key(0)))
+    one = definition().bind(definition().initialize(jax.random.key(0)))
     want = [[] for _ in prompts]
     for each in recomputed(one, prompts, max_new_tokens=20, sampling=GREEDY, num_ids=257):
         want[each.row].append(each.token)

@@ -15,12 +15,10 @@ GRID = [
 
 
 @pytest.mark.quick_cases(
-    "causal-more-queries-float32",
     "decode-bfloat16",
     "sinks-empty-rows-float32",
     "bias-of-queries-float32",
     "outliers-float16",
-    "everything-float32",
     "everything-bfloat16",
     "mla-bfloat16",
 )

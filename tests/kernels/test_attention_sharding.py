@@ -98,6 +98,8 @@ SPLITS = {
     "custom-call-too-few-kv-heads-Explicit",
     "xla-gqa-Auto",
     "custom-call-gqa-Explicit",
+    "xla-sinks-and-bias-Explicit",
+    "custom-call-too-few-kv-heads-Auto",
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_remat_in_a_scan_does_not_rerun_what_is_saved_by_name(policy, forwards):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # operations one by one
 def test_without_jit():
     x = jnp.asarray(X)
     args = (x, x, x, AttentionMasks(), x, x[..., 0])

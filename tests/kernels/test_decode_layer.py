@@ -45,6 +45,7 @@ def test_what_is_no_page_of_a_layer_is_none_of_its_neighbors(page):
         np.testing.assert_array_equal(bits(pool), bits(before))
 
 
+@pytest.mark.slow  # `test_decode_layer_threads.py` has tiles of codes
 def test_quantized_layers():
     case = LayerCase(length=70, D=256, N=4, K=2, H=64, F=128, layers=3, form="int4")
     given = case.arguments()

@@ -242,28 +242,18 @@ def lowers(f, *args):
     assert "mosaic_gpu" in text
 
 
-# By default forward widths that differ, with all masks at once and at a length that 8 does not
-# divide; each width and mask by itself, which says where a fault is, is slow. The backward
-# pass of the widest is lowered with documents below; here the other masks.
-ALL_MASKS_AT = (128, 128)
-QUICK_FORWARD = {((192, 128), "capped window")}
 LIKE_ANOTHER = {(72, 72), (80, 80), (112, 112), (160, 160), (192, 192)}
-QUICK_BACKWARD = {
-    (ALL_MASKS_AT, "full"),
-    (ALL_MASKS_AT, "capped"),
-    (ALL_MASKS_AT, "window"),
-    (WIDTHS[0], "causal"),
-    (WIDTHS[-1], "causal"),
-}
 
 
-def quick(chosen, *cases):
-    """The others, of (widths, mask), run with the slow ones."""
-    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.slow) for case in cases]
-
-
+# By default one; the backward pass is lowered with documents below. Each width and mask by itself
+# says where a fault is.
 @pytest.mark.parametrize(
-    ("widths", "kind"), quick(QUICK_FORWARD, *itertools.product(WIDTHS, SPECS)), ids=str
+    ("widths", "kind"),
+    [
+        pytest.param(*case, marks=() if case == ((256, 256), "causal") else pytest.mark.slow)
+        for case in itertools.product(WIDTHS, SPECS)
+    ],
+    ids=str,
 )
 def test_forward_lowers(widths, kind):
     q, k, v, _ = operands(*widths, T=length_of(kind))
@@ -273,14 +263,13 @@ def test_forward_lowers(widths, kind):
     lowers(functools.partial(hopper.forward, spec=spec), q, k, v, masks)
 
 
-@pytest.mark.slow_cases("widths1-causal", "widths28-causal", "widths15-full", "widths17-window")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("widths", "kind"),
-    quick(
-        QUICK_BACKWARD,
+    [
         *itertools.product(WIDTHS, ["full", "causal", "window"]),
         *itertools.product([(128, 128), (256, 256)], ["capped"]),
-    ),
+    ],
 )
 def test_backward_lowers(widths, kind):
     q, k, v, out = operands(*widths, T=length_of(kind))

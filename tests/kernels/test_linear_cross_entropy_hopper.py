@@ -102,6 +102,7 @@ def test_devices_that_share_the_vocabulary_get_the_same_loss(monkeypatch):
     assert_within_rounding(((total, nll), (d_hidden, d_table)), exact(arrays, **chosen))
 
 
+@pytest.mark.slow  # its kernels are those of the loss below
 @pytest.mark.usefixtures("on_hopper")
 def test_references_rise_where_the_target_is_hundreds_of_nats_away():
     arrays = inputs(spread=16.0)

@@ -22,7 +22,6 @@ from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
 EPSILON = 1e-6
-QUICK_TILES = ("turns",)  # softmax reads ahead
 
 
 def inputs(shape, offset=0.0, dtype=jnp.bfloat16):
@@ -119,14 +118,9 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, dtype):
 
 
 # LayerNorm has all that RMSNorm has.
-@pytest.mark.parametrize(
-    ("name", "f"),
-    [
-        pytest.param(name, f, marks=[pytest.mark.slow] * (f is rms_norm or name not in QUICK_TILES))
-        for name in TILES
-        for f in (rms_norm, layer_norm)
-    ],
-)
+@pytest.mark.slow  # `test_softmax.py` has rows between words
+@pytest.mark.parametrize("f", [rms_norm, layer_norm])
+@pytest.mark.parametrize("name", TILES)
 def test_rows_between_words_are_no_worse_than_the_plain_form(name, f):
     """Scales and sums lie behind each shift; every second row's neighbor is no number."""
     xs, vectors, ds = inputs((8, 701), offset=30.0)

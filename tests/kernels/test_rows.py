@@ -112,6 +112,9 @@ LOWERED = [
     "layer_norm-48739-bfloat16",
     "layer_norm_gradient-131072-bfloat16",
     "rms_norm+residual_gradient-32768-float32",
+    "layer_norm+residual_gradient-100423-bfloat16",
+    "masked_softmax-32768-bfloat16",
+    "rms_norm+residual-131072-float32",
 )
 @pytest.mark.parametrize(("name", "columns", "dtype"), LOWERED)
 def test_the_real_form_lowers_within_the_memory_that_was_counted(asked, name, columns, dtype):

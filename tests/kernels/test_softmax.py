@@ -53,6 +53,7 @@ def exact_gradient(y, d_y):
     return y * (d_y - (y * d_y).sum(axis=-1, keepdims=True))
 
 
+@pytest.mark.slow_cases("softmax-shape1", "log_softmax-shape3")
 @pytest.mark.parametrize(
     ("f", "shape"),
     [

@@ -125,7 +125,9 @@ def context_attention(case: Case, method: ContextMethod) -> ContextAttention:
     return ContextAttention(placement=placement, method=method)
 
 
-@pytest.mark.slow_cases("bf16-ring", "window-of-chunks-ring", "packed-all_gather")
+@pytest.mark.slow_cases(
+    "bf16-ring", "window-of-chunks-ring", "packed-all_gather", "mha-capped-ring"
+)
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_equals_one_device(name, method):
     case = CASES[name]

@@ -86,6 +86,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow  # what keys cost is held below by the same formula
 def test_latents_go_to_other_devices_and_heads_do_not():
     config = dataclasses.replace(mla_like(), stacks=stacked(mla_like().blocks[0], num_layers=2))
     built = build(config, mesh=MeshConfig(context=2))

@@ -222,7 +222,7 @@ def test_what_has_no_room_is_counted(form):
     lost = np.sum(np.asarray(expert_BTK) < E) - np.sum(found < E)
     assert lost > 0
     assert int(overflowed) == lost
-    run = functools.partial(within_device, config=CONFIG, recipe=RECIPE)
+    run = jax.jit(functools.partial(within_device, config=CONFIG, recipe=RECIPE))
     want, _ = run(x_BTD, jnp.asarray(found.reshape(B, T, K)), weight_BTK, experts)
     assert near(np.asarray(y_BTD), np.asarray(want))
 

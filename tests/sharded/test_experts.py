@@ -64,11 +64,12 @@ def check(case: Case) -> None:
 PER_EXPERT = ExchangeConfig(form=ExchangeForm.PER_EXPERT)
 # All that a step of experts can run on at once; each by itself is slow.
 CASES = {
+    "stages": Case(mesh=MeshConfig(pipe=2, fsdp=2, expert=2), accumulation=2, remat=Remat.DOTS),
+}
+MORE = {
     "stages and tensor": Case(
         mesh=MeshConfig(pipe=2, fsdp=2, tensor=2, expert=2), accumulation=4, remat=Remat.DOTS
     ),
-}
-MORE = {
     "expert 2 of fsdp 4": Case(mesh=MeshConfig(fsdp=4, expert=2)),
     "expert 4, tensor 2, per expert": Case(
         mesh=MeshConfig(fsdp=4, tensor=2, expert=4), exchange=PER_EXPERT, remat=Remat.DOTS

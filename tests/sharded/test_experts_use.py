@@ -82,6 +82,7 @@ def test_generation_on_devices_that_share_experts(fsdp):
     assert generated(mesh) == generated(MeshConfig())
 
 
+@pytest.mark.slow  # `test_muon_meshes.py` moves a state
 def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path):
     """Experts that two of four devices share are then shared by four, and by none."""
     rng = np.random.default_rng(1)

@@ -166,6 +166,10 @@ def casts(remat: Remat, scaling: Fp8Scaling) -> int:
 def test_nothing_is_quantized_twice():
     """A layer has 4 inputs and 7 cotangents, each cast along rows and across, and 7 weights."""
     assert casts(Remat.MLP, Fp8Scaling.BLOCKS) == 2 * 4 + 2 * 7 + 7
+
+
+@pytest.mark.slow  # a trace more
+def test_nothing_is_quantized_twice_in_squares():
     assert casts(Remat.DOTS, Fp8Scaling.SQUARES) == 4 + 7 + 7
 
 

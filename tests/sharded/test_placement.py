@@ -56,6 +56,7 @@ def leaves(tree):
     return jax.tree.leaves(tree)
 
 
+@pytest.mark.slow  # a program more; `test_meshes.py` runs steps one after another
 def test_a_step_leaves_shardings_and_types_unchanged():
     built = build(llama_like(), mesh=MESHES["replica2-fsdp2-tensor2"])
     before = built.state()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_models import CONFIG, DEFINITION, OPTIONS, PROMPTS, parameters
+from engine_models import CONFIG, OPTIONS, PROMPTS, definition, parameters
 from flax import nnx
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
@@ -41,13 +41,13 @@ LORAS = {
 
 def trained(lora, seed):
     """The model with adapters as after some training, bound to be run alone, and these."""
-    whole = define_model(CONFIG, DEFINITION.execution, lora=lora).freeze(DEFINITION.shapes)
+    whole = define_model(CONFIG, definition().execution, lora=lora).freeze(definition().shapes)
     rng = np.random.default_rng(seed)
     tree = whole.initialize(jax.random.key(seed), beside=parameters())
     tree = jax.tree.map(
         lambda x: x + jnp.asarray(0.4 * rng.standard_normal(x.shape).astype(np.float32)), tree
     )
-    alone = define_model(CONFIG, DEFINITION.execution, lora=lora).bind(merged(parameters(), tree))
+    alone = define_model(CONFIG, definition().execution, lora=lora).bind(merged(parameters(), tree))
     return alone, host_adapters(lora, by_path(tree))
 
 
@@ -64,7 +64,7 @@ def bank(adapted):
 @pytest.fixture(scope="module")
 def loaded():
     return LoadedModel(
-        definition=DEFINITION,
+        definition=definition(),
         parameters=parameters(),
         tokenizer=bytes_tokenizer(),
         config=None,
@@ -178,7 +178,7 @@ def test_what_is_refused(engine, loaded, tmp_path):
 @pytest.mark.slow
 def test_adapters_of_a_model_in_few_bits(bank, loaded):
     """Logits of each row are those over the plain model that the bits stand for."""
-    kept = base_shapes(DEFINITION, BaseWeights.INT8)
+    kept = base_shapes(definition(), BaseWeights.INT8)
     few = jax.tree.map(
         lambda leaf, weight: (
             quantized_weight(weight, BaseWeights.INT8, num_inputs=len(leaf.inputs))

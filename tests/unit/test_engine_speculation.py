@@ -1,13 +1,12 @@
 """Drafts change when tokens come, not which: every draw is that of the request alone."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from engine_models import DEFINITION, OPTIONS, PROMPTS, alone, model, parameters
+from engine_models import OPTIONS, PROMPTS, alone, definition, model, parameters
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.errors import ConfigError
@@ -36,9 +35,9 @@ def near():
     )
 
 
-@pytest.mark.parametrize("draft", [pytest.param("model", marks=pytest.mark.slow), "lookup"])
+@pytest.mark.parametrize("draft", ["model", pytest.param("lookup", marks=pytest.mark.slow)])
 def test_every_draw_is_that_without_drafts(draft):
-    other = DEFINITION.bind(near()) if draft == "model" else None
+    other = definition().bind(near()) if draft == "model" else None
     engine = Engine(model(), num_ids=257, options=DRAFTING, draft=other)
     # Repeated beginnings give the look-up something to find. Of one length: each is a program.
     prompts = [PROMPTS[1], PROMPTS[1][::-1], (5, 6, 7, 8) * 2 + (5, 6)]
@@ -75,14 +74,13 @@ def test_what_followed_before_is_proposed():
 
 
 def test_a_draft_of_another_vocabulary_is_refused():
-    config = dataclasses.replace(DEFINITION.config, vocab_size=64)
+    config = dataclasses.replace(definition().config, vocab_size=64)
     other = define_model(config, execution_on())
     with pytest.raises(ConfigError, match="vocabulary is 64, the model's 300"):
         Engine(model(), options=DRAFTING, draft=other.bind(other.initialize(jax.random.key(0))))
 
 
 FAMILIES = sorted(each.parent.name for each in GOLDEN.glob("*/config.json"))
-OFTEN = {("phi3_longrope", "model")}
 SIZES = [(4,), (8,), (4, 16), (2, 8)]  # sizes of chunks
 
 
@@ -97,13 +95,9 @@ def drifted(pretrained):
     return pretrained.definition.bind(jax.tree.map(moved, pretrained.parameters))
 
 
-@pytest.mark.parametrize(
-    ("family", "draft"),
-    [
-        pytest.param(*each, marks=() if each in OFTEN else pytest.mark.slow)
-        for each in itertools.product(FAMILIES, ("model", "lookup"))
-    ],
-)
+@pytest.mark.slow  # by default the draws above, which are of a model of one kind of layer
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_chunks_and_preemption_change_no_token_of_a_family(family, draft):
     """Answers cross the windows, of 5 to 9, YaRN's 16 positions, and LongRoPE's 30."""
     pretrained = load_pretrained(GOLDEN / family)

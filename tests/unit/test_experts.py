@@ -142,9 +142,7 @@ def oracle(config: ExpertsConfig, drawn: Drawn):
     )
 
 
-@pytest.mark.quick_cases(
-    "groups by their two best", "shared and gated", "clamped with biases", "capacity"
-)
+@pytest.mark.quick_cases("groups by their two best", "clamped with biases", "capacity")
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_equals_a_loop_over_tokens(config):
     drawn = draw(config)

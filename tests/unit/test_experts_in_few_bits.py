@@ -141,12 +141,12 @@ def test_a_step_makes_no_array_of_all_experts():
 def test_models_compute_what_plain_numbers_do(family):
     definition = model(family)
     rng = np.random.default_rng(0)
-    few = rounded(
+    few = jax.jit(rounded)(
         jax.tree.map(
-            lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype), definition.arrays
+            lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), definition.arrays
         )
     )
-    plain = dequantized(few, jnp.dtype(jnp.float32))
+    plain = jax.jit(dequantized, static_argnums=1)(few, jnp.dtype(jnp.float32))
     ids = jnp.arange(2, dtype=jnp.int32)[None]
     run = jax.jit(lambda tree: definition.bind(tree)(ids))
     np.testing.assert_array_equal(run(few), run(plain))

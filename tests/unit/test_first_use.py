@@ -164,6 +164,7 @@ def test_a_plan_names_its_own_recomputation():
     assert "dots does not fit" in line
 
 
+@pytest.mark.slow_cases("words1-each part held 2 times", "words3-experts have no kernel")
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -113,6 +113,7 @@ def test_layers_at_the_ends_multiply_in_bf16_and_the_others_in_8_bits():
     assert str(model.state_shapes) == str(model_of(ALL_IN).state_shapes)
 
 
+@pytest.mark.slow  # layers at the ends are held below
 def test_with_all_layers_out_the_gradient_is_the_bf16_models():
     """The same program: so are loss and gradients, to the bit."""
     models = [model_of(out, deep(2), unroll=1) for out in ((1, 1), None)]

@@ -65,7 +65,12 @@ def edit(directory, change):
     save_file(values, directory / "model.safetensors")
 
 
-@pytest.mark.quick_cases("deepseek_v3", "gemma2", "gpt2", "gpt_oss", "phi3", "qwen2_moe")
+@pytest.mark.quick_cases(
+    "deepseek_v3",
+    "gemma2",
+    "gpt2",
+    "gpt_oss",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_there_and_back_is_bitwise(name, tmp_path):
     ours = convert(GOLDEN / name, tmp_path / "ours", "--max-shard-gb", "2e-5")

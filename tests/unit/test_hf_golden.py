@@ -79,6 +79,9 @@ def test_all_architectures_have_a_case():
     "qwen2_yarn",
     "gpt2_untied",
     "deepseek_v2",
+    "deepseek_v2_lite",
+    "mixtral",
+    "qwen3_moe",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
@@ -209,7 +212,7 @@ def assert_gradients_are_the_reference_s(name, change=lambda gradient: gradient)
         assert_within_rounding(change(got), want, what=f"{name} {key}")
 
 
-@pytest.mark.slow_cases("gemma2", "gpt2", "qwen3", "gpt_oss")
+@pytest.mark.slow_cases("gemma2", "gpt2", "deepseek_v3", "gpt_oss")
 @pytest.mark.parametrize(
     "name",
     [

@@ -124,7 +124,7 @@ def test_no_token_sees_the_future_or_another_document(make, implementation):
         np.testing.assert_array_equal(seen, (AGE >= 0) & same_document)
 
 
-@pytest.mark.slow_cases("reference")
+@pytest.mark.slow_cases("reference", "xla")
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_receptive_field_of_windows_adds_up_over_layers(implementation):
     config = dataclasses.replace(llama_like(), tie_embeddings=False)
@@ -135,6 +135,7 @@ def test_receptive_field_of_windows_adds_up_over_layers(implementation):
     np.testing.assert_array_equal(seen_by(config, implementation), (AGE >= 0) & (reach >= AGE))
 
 
+@pytest.mark.slow  # logits of GPT-2: `test_hf_golden.py`
 def test_learned_positions_are_added_where_the_batch_says():
     config = gpt_like()
     run = decoder(config)
@@ -207,7 +208,7 @@ def test_unrolling_changes_no_bit(remat):
     chex.assert_trees_all_equal(stepped(remat, unroll=2), stepped(remat))
 
 
-@pytest.mark.slow_cases("none-0-0", "dots-0-0")
+@pytest.mark.slow_cases("none-0-0", "dots-0-0", "mlp-2-0")
 @pytest.mark.parametrize(
     ("remat", "projections", "core"),
     [

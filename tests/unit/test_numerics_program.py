@@ -106,6 +106,7 @@ def test_every_reduction_of_a_step_is_in_fp32(make, policy):
         assert any(part in each.scope for each in found), f"no reduction of {part} was read"
 
 
+@pytest.mark.slow  # the policy is of a scope, and so are they
 def test_recomputed_matmuls_follow_the_policy_too():
     found = matmuls(lowered_step(gpt_like, PolicyName.BF16, Remat.FULL))
     forward, projections, blocks = SIZES[gpt_like]

@@ -46,9 +46,9 @@ def drawn(seed: int) -> dict[str, np.ndarray]:
 def third_update(kind: OptimizerKind) -> dict[str, np.ndarray]:
     optimizer = make_optimizer(config(kind), dims=DIMS, steps=10)
     parameters = drawn(0)
-    state, updates = optimizer.init(parameters), None
+    state, updates, update = optimizer.init(parameters), None, jax.jit(optimizer.update)
     for step in range(3):
-        updates, state = optimizer.update(drawn(step + 1), state, parameters)
+        updates, state = update(drawn(step + 1), state, parameters)
     return updates
 
 
@@ -104,9 +104,7 @@ KINDS = {
 }
 
 
-@pytest.mark.quick_cases(
-    "query-muon", "up-muon", "query-adafactor", "scale-adafactor", "narrow-lion", "bias-adamw"
-)
+@pytest.mark.quick_cases("up-muon", "query-adafactor", "narrow-lion", "bias-adamw")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_is_stepped_as_its_layers_are(kind, name):
@@ -121,9 +119,9 @@ def test_a_stack_is_stepped_as_its_layers_are(kind, name):
 
     def updates(dims, values):
         optimizer = make_optimizer(KINDS[kind], dims={"x": dims}, steps=10)
-        state = optimizer.init({"x": values[0]})
+        state, update = optimizer.init({"x": values[0]}), jax.jit(optimizer.update)
         for gradient in values[1:]:
-            found, state = optimizer.update({"x": gradient}, state, {"x": values[0]})
+            found, state = update({"x": gradient}, state, {"x": values[0]})
         return np.asarray(found["x"])
 
     together = updates(leaf, given).reshape(-1, *shape[stacked:])

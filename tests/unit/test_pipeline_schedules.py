@@ -75,8 +75,8 @@ def test_each_round_of_the_layers_exchange_sends_and_receives_one_run_a_stage(pr
 
 
 @pytest.mark.parametrize(("name", "chunks"), CASES)
-@pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("multiple", [1, 2, 4, 8])
+@pytest.mark.parametrize("stages", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("multiple", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_bubble_is_the_formula(name, chunks, stages, multiple):
     micro_batches = stages * multiple
     sizes = {"stages": stages, "micro_batches": micro_batches, "chunks": chunks}

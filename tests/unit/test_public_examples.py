@@ -38,8 +38,8 @@ PUBLIC = {
     for name in docs_pages.public_names(package)
 }
 FUNCTIONS = [name for name, thing in PUBLIC.items() if inspect.isfunction(thing)]
-ATTENTION = [name for name in PUBLIC if name.startswith("pallas_kernels.flash_attention")]
-"""Their programs take a second each to compile."""
+COMPILED = ("flash_attention", "decode_layers", "scaled_grouped", "quantize_swiglu", "append_heads")
+"""Kernels whose programs take up to a second each to compile."""
 WITHOUT_ERRORS = {"jaxinfra.presets"}  # a part that no name has finds none
 
 SMALL = """
@@ -89,7 +89,7 @@ def example_of(name: str) -> doctest.DocTest:
 
 def is_slow(name: str) -> bool:
     lines = "".join(each.source for each in example_of(name).examples)
-    return "runs/" in lines or name in ATTENTION
+    return "runs/" in lines or name.startswith(tuple(f"pallas_kernels.{x}" for x in COMPILED))
 
 
 def run_example(name: str) -> None:

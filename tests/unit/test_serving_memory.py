@@ -32,7 +32,7 @@ from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import quantization_recipe
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.load import LoadedModel
-from tests.engine_models import CONFIG, DEFINITION, OPTIONS, POISON, parameters
+from tests.engine_models import CONFIG, OPTIONS, POISON, definition, parameters
 
 CASE = ServingCase(model=CONFIG, policy=POLICIES[PolicyName.FP32], engine=OPTIONS)
 
@@ -73,7 +73,7 @@ def quantized(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(place / "tokenizer.json"))
     model = SourceModel(
-        definition=DEFINITION,
+        definition=definition(),
         source=LiveParameters(arrays=by_path(values)),
         hf=to_hf_config(CONFIG),
         tokenizer_directory=place,
@@ -124,7 +124,7 @@ def test_an_engine_of_weights_in_4_bits_compiles_what_was_predicted(quantized, i
 def test_the_roles_are_all_of_the_program(needs):
     roles = needs.report.by_role()
     assert sum(roles.values()) == needs.bytes == max(needs.totals.values())
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(DEFINITION.shapes))
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(definition().shapes))
     assert roles[WEIGHTS] == weights
     # Keys and values of 2 layers, 2 heads of 8, in fp32.
     assert needs.page_bytes == 2 * 2 * 2 * 8 * 4 * OPTIONS.page_size
@@ -136,7 +136,7 @@ def test_the_roles_are_all_of_the_program(needs):
 @pytest.mark.slow
 def test_it_is_what_a_running_engine_compiles(needs):
     """The program of shapes alone, and that of an engine with its arrays."""
-    engine = Engine(DEFINITION.bind(parameters()), options=OPTIONS)
+    engine = Engine(definition().bind(parameters()), options=OPTIONS)
     compiled = engine.runner.lowered(needs.program).compile()
     assert step_bytes(compiled) == needs.bytes
 

@@ -249,6 +249,7 @@ def test_evaluation_sums_what_training_averages():
     assert nll / count == pytest.approx(float(loss), rel=1e-6)
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_batch_without_counted_tokens_changes_nothing(accumulation):
     batch = dataclasses.replace(packed_batch(), weights=jnp.zeros_like(packed_batch().weights))
