@@ -185,6 +185,7 @@ def test_evaluate_a_step_that_is_not_there(bench, whole):
 SMALL = {"training__accumulation": 1, "model__stacks__0__repeats": 1, "model__dropout_rate": 0.0}
 
 
+@pytest.mark.slow  # compiles a step; `test_memory_report.py` has what is said
 def test_a_model_that_no_device_holds_ends_with_what_would(bench):
     """Started again it would fail again: exit 1, and no 74 where there are others. What the memory
     went to is said before the error's one line.

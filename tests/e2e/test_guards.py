@@ -130,6 +130,7 @@ def disturbed(shared) -> Ended:
     return train(shared, "disturbed", faults=faults, **SPIKE)
 
 
+@pytest.mark.slow  # a run more; a fault that stays is voted on below
 def test_a_flipped_weight_is_voted_out(shared, disturbed):
     back, _ = incidents(shared / "disturbed", "went back")
     assert back["step"] == 6

@@ -88,6 +88,7 @@ def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path, moments
     assert_same_run(run, whole)
 
 
+@pytest.mark.slow  # five processes; stops at other moments are above
 def test_stopped_while_the_program_never_comes_and_then_the_data(bench, whole):
     """XLA runs no handler of a signal: the process ends all the same, since it has done nothing.
     A disk that hangs: what is done is saved at once, and nobody waits for its readers.
