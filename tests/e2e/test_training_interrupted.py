@@ -140,7 +140,7 @@ def in_phase(run: Path, phase: str, *, step: int) -> bool:
     return record is not None and (record.phase, record.step) == (phase, step)
 
 
-@moments(KILLS, 1, 2, 5, 6, 7)
+@moments(KILLS, 1, 2, 3, 5, 6, 7)
 def test_killed_in_turn_at_every_kind_of_moment(bench, whole, moments):
     run = bench / "run"
     for target, call, newest in moments:
