@@ -17,7 +17,7 @@ from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank, AdapterRow
 from jaxinfra.serving.engine.fit import memory_limit
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.engine.plan import RowSample, StepPlan
+from jaxinfra.serving.engine.plan import RowSample, SchedulerLimits, StepPlan
 from jaxinfra.serving.engine.programs import page_bytes
 from jaxinfra.serving.engine.requests import (
     EndReason,
@@ -216,6 +216,20 @@ def _check_draft(model: Decoder, draft: Decoder) -> None:
         )
 
 
+def _limits(options: EngineOptions, model: Decoder, draft: Decoder | None) -> SchedulerLimits:
+    """Returns the scheduler's limits, as yet without regard to a device's memory."""
+    models = [model] if draft is None else [model, draft]
+    limits = options.limits(
+        model.config,
+        has_draft=draft is not None,
+        batch_shards=model.execution.place.batch_shards,
+    )
+    num_host_pages = options.num_host_pages(
+        sum(page_bytes(each.config, each.execution, limits.page_size) for each in models)
+    )
+    return dataclasses.replace(limits, num_host_pages=num_host_pages)
+
+
 @final
 class Engine:
     """Continuous batching of generation requests over one paged KV cache.
@@ -264,16 +278,7 @@ class Engine:
         if draft is not None:
             _check_draft(model, draft)
         self.tokenizer = tokenizer
-        models = [model] if draft is None else [model, draft]
-        limits = options.limits(
-            model.config,
-            has_draft=draft is not None,
-            batch_shards=model.execution.place.batch_shards,
-        )
-        num_host_pages = options.num_host_pages(
-            sum(page_bytes(each.config, each.execution, limits.page_size) for each in models)
-        )
-        limits = dataclasses.replace(limits, num_host_pages=num_host_pages)
+        limits = _limits(options, model, draft)
         make_runner = functools.partial(
             ModelRunner,
             model,
