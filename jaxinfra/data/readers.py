@@ -4,13 +4,14 @@ Arrow files are those that Hugging Face's ``datasets`` saves.
 """
 
 import codecs
+import collections
 import csv
 import dataclasses
 import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ def is_one_document(name: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    """The suffix of a file without that of its compression."""
-    return Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
+    """The suffix of a file without that of its compression, in small letters."""
+    return Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def decode(data: bytes) -> str | None:
@@ -140,13 +141,13 @@ def _csv_rows(path: Path, lines: Iterable[bytes], delimiter: str) -> Iterator[di
 
     def texts() -> Iterator[str]:
         for line in lines:
-            text = decode(line)
-            if text is None:
+            if decode(line) is None:
                 raise DataError(f"{path}: not UTF-8 text; convert it")
-            yield f"{text}\n"
+            yield f"{line.decode()}\n"
 
     try:
         reader = csv.DictReader(texts(), delimiter=delimiter, strict=True)
+        _require_columns(path, reader.fieldnames or (), None)
         for number, row in enumerate(reader, start=1):
             if None in row or None in row.values():
                 raise DataError(
@@ -185,7 +186,7 @@ def _without_nulls(value: Any, kind: pyarrow.DataType) -> Any:
 def _table_rows(path: Path, *, columns: list[str] | None) -> Iterator[dict[str, object]]:
     """The rows of a Parquet or Arrow file; of these columns, or of all."""
     try:
-        if path.suffix == _PARQUET:
+        if path.suffix.lower() == _PARQUET:
             with pyarrow.parquet.ParquetFile(path) as file:
                 _require_columns(path, file.schema_arrow.names, columns)
                 for rows in file.iter_batches(batch_size=_ROWS, columns=columns):
@@ -202,7 +203,7 @@ def _table_rows(path: Path, *, columns: list[str] | None) -> Iterator[dict[str, 
                     rows = chosen.slice(first, _ROWS)
                     yield from _row_values(rows) if columns is None else rows.to_pylist()
     except pyarrow.ArrowException as error:
-        kind = "Parquet" if path.suffix == _PARQUET else "Arrow"
+        kind = "Parquet" if path.suffix.lower() == _PARQUET else "Arrow"
         raise DataError(
             f"{path}: not a readable {kind} file ({_first_line(error)}); write or copy it anew"
         ) from error
@@ -220,7 +221,9 @@ def _arrow(source: pyarrow.NativeFile) -> pyarrow.ipc.RecordBatchStreamReader:
     return pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
 
 
-def _require_columns(path: Path, found: list[str], columns: list[str] | None) -> None:
+def _require_columns(path: Path, found: Sequence[str], columns: list[str] | None) -> None:
+    if twice := [name for name, count in collections.Counter(found).items() if count > 1]:
+        raise DataError(f"{path}: two columns are called {twice[0]!r}; rename or drop one of them")
     for name in columns or ():
         if name not in found:
             raise DataError(
@@ -273,10 +276,10 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
-        if path.suffix == ".zst":
+        if path.suffix.lower() == ".zst":
             yield from _zstd_chunks(path)
             return
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:

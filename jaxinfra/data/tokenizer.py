@@ -127,7 +127,7 @@ class Tokenizer:
 
     def guard(self, text: str) -> str:
         """Marks special tokens spelled out in a text, so that they are encoded as plain text."""
-        return self._spellings.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+        return self._starts.sub(lambda found: found[0] + GUARD, text)
 
     def id_of(self, name: str) -> int | None:
         """Returns the id of the token with this name; None if there is none."""
@@ -153,6 +153,11 @@ class Tokenizer:
     @functools.cached_property
     def _spellings(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._special)) or "(?!)")
+
+    @functools.cached_property
+    def _starts(self) -> re.Pattern[str]:
+        """First characters of special tokens, also of one that begins within another."""
+        return re.compile(f"(?={self._spellings.pattern}).", re.DOTALL)
 
     @functools.cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:

@@ -294,6 +294,7 @@ def test_tokens_are_counted(running):
     assert answer == {"prompt": f"a{end}"}
     asked = {"prompt": end, "add_special_tokens": False}
     assert post(running, "/tokenize", asked)[1]["tokens"] == [256]
+    assert post(running, "/tokenize", asked | {"prompt": ""})[1]["tokens"] == []
 
 
 def test_metrics_have_the_names_of_dashboards(running, client):

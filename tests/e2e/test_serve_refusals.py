@@ -35,6 +35,14 @@ from jaxinfra.serving.http import guards
         ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
         ("/v1/nothing", BASE, 404, "Not Found"),
         ("/detokenize", {"tokens": [-1]}, 400, r"ids -1\.\.-1 are not all in 0\.\.256"),
+        ("/tokenize", {}, 400, "either a prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": []}, 400, "either a prompt or messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
+            400,
+            "top_logprobs=2 takes logprobs=true",
+        ),
         ("/v1/completions", BASE | {"prompt": [300]}, 400, r"token ids 300\.\.300"),
         ("/v1/completions", BASE | {"prompt": "x" * 30_000}, 413, "more than 20000 bytes"),
         (
@@ -75,6 +83,7 @@ from jaxinfra.serving.http import guards
         *("too_long", "model", "choices", "temperature", "unknown_setting"),
         *("stop_ids", "no_prompts", "no_stream", "no_json"),
         *("no_text", "half_a_character", "path", "tokens"),
+        *("no_prompt", "two_prompts", "scores"),
         *("ids", "body_size", "structure", "role", "image", "embeddings"),
         *("score", "adapter", "priority", "min_tokens", "allowed_ids", "structures"),
         *("item", "response", "message"),

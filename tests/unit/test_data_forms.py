@@ -1,17 +1,22 @@
 """Data as people have it: directories of ``datasets``, and conversations in three forms."""
 
+import gzip
 import json
+import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from golden.text import file_cases
 
 from jaxinfra.data.chat import parse_conversation
 from jaxinfra.data.readers import Document, read_documents
 from jaxinfra.data.sources import scan
 from jaxinfra.errors import DataError
 
+FILES = json.loads(Path(file_cases.__file__).with_name("files.json").read_text())
 TEXTS = ["first text", "second, längerer text", "third"]
 
 
@@ -185,6 +190,37 @@ def test_cells_are_rows_too(tmp_path):
     (tmp_path / "c.tsv").write_text("text\tn\na\n")
     with pytest.raises(DataError, match="row 1 has another number of cells"):
         list(scan(str(tmp_path / "c.tsv")).documents(text_field="text"))
+
+
+@pytest.mark.parametrize("name", file_cases.CASES)
+def test_files_are_rows_as_datasets_reads_them(tmp_path, name):
+    (tmp_path / name).write_bytes(file_cases.CASES[name])
+    documents = scan(str(tmp_path / name)).documents(text_field="text")
+    if FILES[name] is None:
+        with pytest.raises(DataError, match=re.escape(name)):
+            list(documents)
+    else:
+        assert [each.text for each in documents] == FILES[name]
+
+
+@pytest.mark.parametrize("name", ["a.Json", "a.CSV", "a.Jsonl.GZ", "a.PARQUET"])
+def test_a_suffix_means_the_same_in_large_letters(tmp_path, name):
+    table = pa.table({"text": ["b"]})
+    data = b"text\nb\n" if name == "a.CSV" else b'{"text": "b"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("GZ") else data)
+    if name == "a.PARQUET":
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    assert [each.text for each in scan(str(tmp_path)).documents(text_field="text")] == ["b"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_columns_of_one_name_are_refused(tmp_path, name):
+    (tmp_path / "a.csv").write_text("text,n,text\na,1,b\n")
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for field in ("text", None):
+        with pytest.raises(DataError, match="two columns are called 'text'"):
+            list(read_documents(tmp_path / name, name=name, text_field=field))
 
 
 @pytest.mark.parametrize("text", ['{\n "name": "x"\n}', "[1, 2]", '{"a": 1}', '["text"]'])

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from golden.text import token_cases
 
 from jaxinfra.data.chat_template import load_chat_template
-from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
 from jaxinfra.serving.http.bodies import CompletionBody
 from jaxinfra.serving.load import sampling_defaults
 from jaxinfra.serving.sampling import SamplingConfig
@@ -63,6 +64,18 @@ def test_users_spell_no_special_tokens_and_templates_do(tmp_path):
     # What a template takes apart itself is what it makes of it.
     split = "{{ messages[0].content.split('</s>')[1] }}<s>"
     assert ids(split, ("user", "a</s>b")) == [*b"b", 256]
+
+
+def test_special_tokens_that_overlap_are_text_of_users_too():
+    values = json.loads(bytes_tokenizer()._json)
+    names = ["<|a|>", "<|a|><|b|>", "|>"]
+    for token, name in enumerate(names, start=257):
+        values["added_tokens"].append(values["added_tokens"][0] | {"id": token, "content": name})
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(values)))
+    for text in (*names, "<|a|>|>", "x<|a|><|b|>|>"):
+        (found,) = tokenizer.encode_rendered([tokenizer.guard(text)])
+        assert found.tolist() == [*text.encode()]
+    assert tokenizer.encode_rendered(["<|a|>|>"])[0].tolist() == [257, 259]
 
 
 def test_sampling_is_the_models_where_nobody_says(tmp_path):

@@ -326,6 +326,12 @@ class ChatBody(GenerationBody):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _scores_are_asked_for(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} takes logprobs=true; send it too")
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _one_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
@@ -384,3 +390,9 @@ class TokenizeBody(ClientBody):
     tools: Tools | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_text(self) -> Self:
+        if (self.prompt is None) is (self.messages is None):
+            raise ValueError("send either a prompt or messages")
+        return self

@@ -265,7 +265,7 @@ class Service:
         if special:
             return tuple(self._model.prompt(prompt, spelled_out=spelled_out))
         encode = self.tokenizer.encode_rendered if spelled_out else self.tokenizer.encode_batch
-        return tuple(encode([prompt])[0].tolist()) or (self.tokenizer.bos_id,)
+        return tuple(encode([prompt])[0].tolist())
 
     def spelled(self, tokens: Sequence[int]) -> str:
         """Decodes tokens into text; raises DataError if an id is outside the vocabulary."""
