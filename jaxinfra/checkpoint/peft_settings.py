@@ -72,10 +72,15 @@ class ModuleChoice:
         is_named = _is_among(self.named, module)
         if not is_named or isinstance(self.named, str) or module in self.named or not self.layers:
             return is_named
-        expressions = [rf"(?:^|.*?\.){name}\.(\d+)\." for name in self.layer_names]
-        matches = (re.match(each, module) for each in expressions or [r".*?\.[^.]*\.(\d+)\."])
+        expressions = [_numbered(name) for name in self.layer_names]
+        any_name = r".*?\.[^.]*\.(?P<layer>\d+)\."
+        matches = (re.match(each, module) for each in expressions or [any_name])
         found = next((each for each in matches if each is not None), None)
-        return found is not None and int(found[1]) in self.layers
+        return found is not None and int(found["layer"]) in self.layers
+
+
+def _numbered(name: str) -> str:
+    return rf"(?:^|.*?\.){name}\.(?P<layer>\d+)\."
 
 
 def _is_among(names: str | Sequence[str], module: str) -> bool:
@@ -125,8 +130,12 @@ class PeftSettings:
 
 def _matching[T](patterns: Mapping[str, T], module: str, default: T) -> T:
     """The value of the first pattern that the module's name matches, by PEFT's rule."""
-    found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+    found = (value for key, value in patterns.items() if re.match(_end(key), module))
     return next(found, default)
+
+
+def _end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 def is_peft_directory(path: Path) -> bool:
@@ -175,7 +184,7 @@ def _choice(keys: Keys, path: Path) -> ModuleChoice:
     before = _names(keys, "layers_pattern", path)
     before = [before] if isinstance(before, str) else before
     for each in before:
-        _require_quick(each, "layers_pattern", path)
+        _require_quick(each, "layers_pattern", path, within=_numbered(each))
     excluded = _names(keys, "exclude_modules", path)
     return ModuleChoice(named=named, excluded=excluded, layers=layers, layer_names=before)
 
@@ -194,7 +203,7 @@ def _patterns[T](keys: Keys, name: str, path: Path, kinds: tuple[type[T], ...]) 
     """Values of modules by expression; refuses expressions that may take long to match."""
     found = dict(keys.mapping(name) or {})
     for expression, value in found.items():
-        _require_quick(expression, name, path)
+        _require_quick(expression, name, path, within=_end(expression))
         if type(value) not in kinds:
             raise ConfigError(
                 f"{path / CONFIG}: {name} {expression!r}: {value!r} must be a number"
@@ -203,18 +212,20 @@ def _patterns[T](keys: Keys, name: str, path: Path, kinds: tuple[type[T], ...]) 
     return found
 
 
-def _require_quick(expression: str, name: str, path: Path) -> None:
-    if not _is_quick(expression):
+def _require_quick(expression: str, name: str, path: Path, *, within: str = "") -> None:
+    """Refuses an expression that may take long, or is none, alone or ``within`` another."""
+    if not _is_quick(expression, within):
         raise ConfigError(
             f"{path / CONFIG}: {name} {expression!r}: expressions that repeat no group and have at "
             f"most {_MOST_REPEATS} repetitions are read; write this one out"
         )
 
 
-def _is_quick(expression: str) -> bool:
+def _is_quick(expression: str, within: str) -> bool:
     """Whether matching ends soon whatever the name: files come from strangers."""
     try:
         re.compile(expression)
+        re.compile(within)
     except re.error:
         return False
     repeats = len(re.findall(r"[*+{]", expression))

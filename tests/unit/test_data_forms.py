@@ -16,7 +16,7 @@ from jaxinfra.data.readers import Document, read_documents
 from jaxinfra.data.sources import scan
 from jaxinfra.errors import DataError
 
-FILES = json.loads(Path(file_cases.__file__).with_name("files.json").read_text())
+READ = json.loads(Path(file_cases.__file__).with_name("files.json").read_text())
 TEXTS = ["first text", "second, längerer text", "third"]
 
 
@@ -196,11 +196,11 @@ def test_cells_are_rows_too(tmp_path):
 def test_files_are_rows_as_datasets_reads_them(tmp_path, name):
     (tmp_path / name).write_bytes(file_cases.CASES[name])
     documents = scan(str(tmp_path / name)).documents(text_field="text")
-    if FILES[name] is None:
+    if READ[name] is None:
         with pytest.raises(DataError, match=re.escape(name)):
             list(documents)
     else:
-        assert [each.text for each in documents] == FILES[name]
+        assert [each.text for each in documents] == READ[name]
 
 
 @pytest.mark.parametrize("name", ["a.Json", "a.CSV", "a.Jsonl.GZ", "a.PARQUET"])

@@ -231,6 +231,8 @@ WRONG = {
     ),
     "biases of adapters": ({"lora_bias": True}, None),
     "write this one out": ({"alpha_pattern": {"(": 1}}, None),
+    r"'\(\?i\)q_proj': expressions that": ({"alpha_pattern": {"(?i)q_proj": 1}}, None),
+    r"layers_pattern '\(\?i\)h': expressions that": ({"layers_pattern": "(?i)h"}, None),
     "rank_pattern '.*down_proj': 1.5": ({"rank_pattern": {".*down_proj": 1.5}}, None),
     "has rank 4 in its tensors and 5 by r": ({"rank_pattern": {"down_proj": 5}}, None),
     "not finite": ({}, lambda t: t[FIRST + "A.weight"].fill(np.nan)),
