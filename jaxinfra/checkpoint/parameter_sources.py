@@ -209,7 +209,8 @@ def assemble_rows(
     source: ParameterSource, tensor: Tensor, *, piece_elements: int
 ) -> Iterator[np.ndarray]:
     """Assembles one tensor of files in pieces of whole rows, about ``piece_elements`` each."""
-    if tensor.groups > 1 and tensor.fused_dim == 0:
+    is_cut_by_rows = all(part.layout.theirs and part.layout.theirs[0] for part in tensor.parts)
+    if not is_cut_by_rows or (tensor.groups > 1 and tensor.fused_dim == 0):
         yield assemble(source, tensor)
         return
     # Fused along another dim, every row has elements of all parts.

@@ -12,6 +12,8 @@ class Scoring(enum.StrEnum):
     # Over all experts. Renormalized, it equals a softmax over the chosen ones: Mixtral, gpt-oss.
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"  # each expert by itself: DeepSeek-V3
+    # Over the experts that are left and within ``tolerance`` of the best: SparseMixer, Phi-3.5-MoE.
+    SPARSE_MIXER = "sparse_mixer"
 
 
 class GroupScore(enum.StrEnum):
@@ -36,8 +38,12 @@ class RoutingConfig:
     # A bias per expert, added to scores only to choose experts, not to weigh them. Each step moves
     # it by balance.bias_rate towards even loads (arXiv 2408.15664).
     correction_bias: bool = False
+    tolerance: float = 0.02  # of sparse_mixer: relative distance to the best logit
+    scales_inputs: bool = False  # weights multiply an expert's input, not its output: Llama 4
 
     def __post_init__(self) -> None:
+        if self.tolerance < 0.0:
+            raise ConfigError(f"routing tolerance={self.tolerance} must not be negative")
         if self.scale <= 0.0:
             raise ConfigError(f"routing scale={self.scale} must be positive")
         if not 1 <= self.top_groups <= self.num_groups:
@@ -73,6 +79,11 @@ def check_choice(routing: RoutingConfig, *, num_experts: int, top_k: int) -> Non
     """Raises ConfigError where ``top_k`` experts cannot be chosen from the config's groups."""
     if not 1 <= top_k <= num_experts:
         raise ConfigError(f"top_k={top_k} must be between 1 and num_experts={num_experts}")
+    if routing.scales_inputs and top_k > 1:
+        raise ConfigError(
+            f"scales_inputs with top_k={top_k}: an input scaled for each of its experts is not "
+            "implemented; such models have one expert per token"
+        )
     if num_experts % routing.num_groups:
         raise ConfigError(
             f"num_experts={num_experts} is not a multiple of num_groups={routing.num_groups}; "

@@ -8,7 +8,23 @@ from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.routing import BalanceConfig
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.hf import deepseek, families, sparse, weights
+from jaxinfra.hf import (
+    cohere,
+    deepseek,
+    families,
+    gemma,
+    glm,
+    gpt_kin,
+    granite,
+    layer_norm_kin,
+    llama4,
+    llama_kin,
+    olmo,
+    slopes,
+    sparse,
+    sparse_kin,
+    weights,
+)
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.quantization import Quantization, read_quantization
 from jaxinfra.runtime.files import is_of_type
@@ -20,7 +36,7 @@ class Family(NamedTuple):
     architecture: str
     read: Callable[[Keys], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
-    weights: weights.WeightTable
+    weights: weights.WeightTable | Callable[[ModelConfig], weights.WeightTable]
 
     @property
     def classifier(self) -> str:
@@ -64,6 +80,134 @@ FAMILIES = {
         deepseek.read_deepseek_v3,
         deepseek.write_deepseek_v3,
         weights.DEEPSEEK,
+    ),
+    "gemma": Family("GemmaForCausalLM", gemma.read_gemma, gemma.write_gemma, weights.LLAMA),
+    "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3, gemma.write_gemma3, gemma.GEMMA3),
+    "olmo": Family("OlmoForCausalLM", olmo.read_olmo, olmo.write_olmo, weights.LLAMA),
+    "olmo2": Family("Olmo2ForCausalLM", olmo.read_olmo2, olmo.write_olmo2, olmo.OLMO2),
+    "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3, olmo.write_olmo3, olmo.OLMO2),
+    "olmoe": Family("OlmoeForCausalLM", olmo.read_olmoe, olmo.write_olmoe, olmo.OLMOE),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", llama_kin.read_smollm3, llama_kin.write_smollm3, weights.LLAMA
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM", llama_kin.read_seed_oss, llama_kin.write_seed_oss, weights.LLAMA
+    ),
+    "helium": Family(
+        "HeliumForCausalLM", llama_kin.read_helium, llama_kin.write_helium, weights.LLAMA
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM", llama_kin.read_arcee, llama_kin.write_biased, weights.LLAMA
+    ),
+    "apertus": Family(
+        "ApertusForCausalLM", llama_kin.read_apertus, llama_kin.write_biased, llama_kin.APERTUS
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM", llama_kin.read_exaone4, llama_kin.write_exaone4, llama_kin.EXAONE4
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM", llama_kin.read_ernie, llama_kin.write_ernie, weights.LLAMA
+    ),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1ForCausalLM",
+        llama_kin.read_hunyuan,
+        llama_kin.write_hunyuan,
+        llama_kin.HUNYUAN,
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM", llama_kin.read_ministral, llama_kin.write_ministral, weights.LLAMA
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        llama_kin.read_ministral3,
+        llama_kin.write_ministral3,
+        weights.LLAMA,
+    ),
+    "cwm": Family("CwmForCausalLM", llama_kin.read_cwm, llama_kin.write_cwm, weights.LLAMA),
+    "glm": Family("GlmForCausalLM", glm.read_glm, glm.write_glm, glm.GLM),
+    "glm4": Family("Glm4ForCausalLM", glm.read_glm4, glm.write_glm, glm.GLM4),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", glm.read_glm4_moe, glm.write_glm4_moe, glm.SIGMOID_EXPERTS
+    ),
+    "granite": Family(
+        "GraniteForCausalLM", granite.read_granite, granite.write_granite, weights.LLAMA
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        granite.read_granitemoe,
+        granite.write_granitemoe,
+        granite.GRANITE_MOE,
+    ),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM",
+        granite.read_granitemoeshared,
+        granite.write_granitemoeshared,
+        granite.GRANITE_MOE,
+    ),
+    "cohere": Family("CohereForCausalLM", cohere.read_cohere, cohere.write_cohere, cohere.COHERE),
+    "cohere2": Family(
+        "Cohere2ForCausalLM", cohere.read_cohere2, cohere.write_cohere2, cohere.COHERE
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        layer_norm_kin.read_starcoder2,
+        layer_norm_kin.write_starcoder2,
+        layer_norm_kin.STARCODER2,
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        layer_norm_kin.read_stablelm,
+        layer_norm_kin.write_stablelm,
+        layer_norm_kin.STABLELM,
+    ),
+    "phi": Family(
+        "PhiForCausalLM", layer_norm_kin.read_phi, layer_norm_kin.write_phi, layer_norm_kin.PHI
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        layer_norm_kin.read_nemotron,
+        layer_norm_kin.write_nemotron,
+        layer_norm_kin.NEMOTRON,
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM", sparse_kin.read_dots1, sparse_kin.write_dots1, glm.SIGMOID_EXPERTS
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        sparse_kin.read_minimax_m2,
+        sparse_kin.write_minimax_m2,
+        sparse_kin.MINIMAX_M2,
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        sparse_kin.read_ernie_moe,
+        sparse_kin.write_ernie_moe,
+        sparse_kin.ERNIE_MOE,
+    ),
+    "hunyuan_v1_moe": Family(
+        "HunYuanMoEV1ForCausalLM",
+        sparse_kin.read_hunyuan_moe,
+        sparse_kin.write_hunyuan_moe,
+        sparse_kin.HUNYUAN_MOE,
+    ),
+    "phimoe": Family(
+        "PhimoeForCausalLM", sparse_kin.read_phimoe, sparse_kin.write_phimoe, sparse_kin.PHIMOE
+    ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM", llama4.read_llama4, llama4.write_llama4, llama4.LLAMA4
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM", gpt_kin.read_gpt_neox, gpt_kin.write_gpt_neox, gpt_kin.GPT_NEOX
+    ),
+    "gptj": Family("GPTJForCausalLM", gpt_kin.read_gptj, gpt_kin.write_gptj, gpt_kin.GPTJ),
+    "gpt_neo": Family(
+        "GPTNeoForCausalLM", gpt_kin.read_gpt_neo, gpt_kin.write_gpt_neo, gpt_kin.GPT_NEO
+    ),
+    "opt": Family("OPTForCausalLM", gpt_kin.read_opt, gpt_kin.write_opt, gpt_kin.OPT),
+    "bloom": Family("BloomForCausalLM", slopes.read_bloom, slopes.write_bloom, slopes.BLOOM),
+    "mpt": Family("MptForCausalLM", slopes.read_mpt, slopes.write_mpt, slopes.MPT),
+    "falcon": Family(
+        "FalconForCausalLM", slopes.read_falcon, slopes.write_falcon, slopes.falcon_weights
     ),
 }
 """Readers by ``model_type``, in the order in which an export looks for one that says the model."""

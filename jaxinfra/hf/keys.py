@@ -27,6 +27,8 @@ _NEUTRAL_NAMES = """
     begin_suppress_tokens
     _num_labels n_special predict_special_tokens output_past max_sequence_length
     is_llama_config transformers.js_config
+    hidden_dropout residual_dropout embedding_dropout resid_dropout embed_dropout emb_pdrop
+    _sliding_window_pattern init_device
 """
 NEUTRAL = frozenset(_NEUTRAL_NAMES.split())
 
@@ -66,10 +68,19 @@ class Keys:
         what: names the config in messages.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, what: str):
+    def __init__(
+        self, values: Mapping[str, Any], *, what: str, names: Mapping[str, str] | None = None
+    ):
         self._values = values
         self._what = what
+        self._names = names or {}
         self._read: set[str] = set()
+
+    def named_as(self, **names: str) -> "Keys":
+        """Returns these keys for a reader that calls them otherwise: ``hidden_size="n_embd"``."""
+        found = Keys(self._values, what=self._what, names=names)
+        found._read = self._read
+        return found
 
     def integer(self, name: str, default: Any = _MISSING) -> Any:
         """Reads a whole number, bounded if it sizes a list of layers; the default may be None."""
@@ -95,7 +106,7 @@ class Keys:
 
         Releases of the reference implementation differ in their defaults, so none is assumed.
         """
-        for name in names:
+        for name in (self._names.get(each, each) for each in names):
             if name not in self._values:
                 raise ConfigError(f"{self._what}: required key {name!r} is missing{_ADD}")
 
@@ -116,6 +127,10 @@ class Keys:
     def text(self, name: str, default: Any = _MISSING) -> Any:
         """Returns the string under a key of the config, or ``default`` where the key is missing."""
         return self._typed(name, default, (str,))
+
+    def raw(self, name: str) -> Any:
+        """Returns the value of a key as it is, without noting it as read; None if missing."""
+        return self._values.get(name)
 
     def sequence(self, name: str, default: Any = _MISSING) -> Any:
         """Reads a list as a tuple; the default may be None."""
@@ -177,6 +192,7 @@ class Keys:
             raise ConfigError(f"{self._what}: {name} is beyond any number of a model") from error
 
     def _typed(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
+        name = self._names.get(name, name)
         self._read.add(name)
         value = self._values.get(name)
         if value is None:  # the reference implementation takes null for "not given" too

@@ -57,9 +57,11 @@ class Tensor:
         self, part: Part, read_tensor: Callable[[Index], np.ndarray], index: Index
     ) -> np.ndarray:
         """Reads a slice of one parameter's part from the tensor."""
+        if len(self.parts) == 1:
+            return part.layout.read(read_tensor, index)
         dim = self.fused_dim
-        group = self.shape[dim] // self.groups if self.shape else 0
-        width = part.layout.their_shape[dim] // self.groups if self.shape else 0
+        group = self.shape[dim] // self.groups
+        width = part.layout.their_shape[dim] // self.groups
 
         def read_part(theirs: Index) -> np.ndarray:
             moved = list(theirs)
@@ -115,7 +117,8 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     Raises:
         ConfigError: a parameter of the model has no tensor in this architecture.
     """
-    table = FAMILIES[model_type].weights
+    found = FAMILIES[model_type].weights
+    table = found if isinstance(found, WeightTable) else found(config)
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
     outside = table.outside
     if config.head is Head.SCORE:
@@ -213,10 +216,12 @@ def _tensor(
     for path, layout in layouts:
         parts.append(Part(path=path, index=index, layout=layout, start=start // groups))
         shape = layout.their_shape
-        start += shape[rule.fused_dim]
+        start += shape[rule.fused_dim] if shape else 0
+    if shape:
+        shape = (*shape[: rule.fused_dim], start, *shape[rule.fused_dim + 1 :])
     return Tensor(
         name=name,
-        shape=(*shape[: rule.fused_dim], start, *shape[rule.fused_dim + 1 :]),
+        shape=shape,
         fused_dim=rule.fused_dim,
         parts=tuple(parts),
         groups=groups,

@@ -3,14 +3,18 @@
 Files have ``rope_theta`` and ``rope_scaling``, or of transformers 5 ``rope_parameters``.
 """
 
+import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfra.config.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NtkScaling,
     RopeConfig,
+    RopePairs,
     RopeScaling,
     YarnScaling,
 )
@@ -26,15 +30,22 @@ def read_rope(
     max_positions: int,
     original_max_positions: int | None = None,
     default_theta: float = 10_000.0,
+    default_fraction: float = 1.0,
+    pairs: RopePairs = RopePairs.HALVES,
+    known: Sequence[str] = (),
+    has_alpha: bool = False,
 ) -> RopeConfig:
     """Reads the rotary embedding of a config.
 
     Args:
-        default_theta: theta where the config has none.
         original_max_positions: used where the config has none; by default ``max_positions``.
+        default_theta, default_fraction: those where the config has none.
+        pairs: elements that the architecture rotates together.
+        known: further keys beside the scaling's, which the caller reads.
+        has_alpha: whether "dynamic" with an alpha stretches the base by it, at any length.
     """
     theta = keys.number("rope_theta", default_theta)
-    fraction = keys.number("partial_rotary_factor", 1.0)
+    fraction = keys.number("partial_rotary_factor", default_fraction)
     original = keys.integer("original_max_position_embeddings", original_max_positions)
 
     def parsed(name: str) -> RopeConfig | None:
@@ -42,27 +53,60 @@ def read_rope(
         if not values:
             return None
         rope = Keys(values, what=name)
-        named = rope.integer("original_max_position_embeddings", max_positions)
-        context = named if original is None else original
-        if context < 1:
-            raise ConfigError(
-                f"original_max_position_embeddings={context} must be at least 1: the positions "
-                "that the model was trained with before they were scaled"
-            )
-        result = RopeConfig(
-            theta=rope.number("rope_theta", theta),
-            fraction=rope.number("partial_rotary_factor", fraction),
-            scaling=_read_scaling(rope, max_positions=max_positions, original=context),
-        )
-        rope.finish(neutral=())
-        return result
+        rope.ignore(*known)
+        if has_alpha and rope.number("alpha", None):
+            rope.expect("factor", (1.0, None), "alpha says by how much the base is stretched")
+            rope.ignore("type", "rope_type", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            alpha = NtkScaling(factor=rope.number("alpha"))
+            own_theta = rope.number("rope_theta", theta)
+            rope.finish(neutral=())
+            return RopeConfig(theta=own_theta, fraction=fraction, scaling=alpha)
+        return _read_values(rope, theta, fraction, max_positions, original)
 
     older, newer = parsed("rope_scaling"), parsed("rope_parameters")
     if older is not None and newer is not None and older != newer:
         raise ConfigError(
             f"rope_scaling says {older}, rope_parameters {newer}; keep the one that is right"
         )
-    return newer or older or RopeConfig(theta=theta, fraction=fraction)
+    found = newer or older or RopeConfig(theta=theta, fraction=fraction)
+    return dataclasses.replace(found, pairs=pairs)
+
+
+def read_ropes_by_type(
+    keys: Keys, types: Sequence[str], *, max_positions: int
+) -> dict[str, RopeConfig] | None:
+    """Reads ``rope_parameters`` with an entry per type of layer; None where it has no such."""
+    values = keys.mapping("rope_parameters") or {}
+    if not any(isinstance(each, dict) for each in values.values()):
+        return None
+    nested, found = Keys(values, what="rope_parameters"), {}
+    for name in types:
+        entry = nested.mapping(name)
+        if entry is None:
+            raise ConfigError(f"rope_parameters has no entry {name!r}; add it")
+        rope = Keys(entry, what=f"rope_parameters {name}")
+        found[name] = _read_values(rope, 10_000.0, 1.0, max_positions, None)
+    nested.finish(neutral=())
+    return found
+
+
+def _read_values(
+    rope: Keys, theta: float, fraction: float, max_positions: int, original: int | None
+) -> RopeConfig:
+    named = rope.integer("original_max_position_embeddings", max_positions)
+    context = named if original is None else original
+    if context < 1:
+        raise ConfigError(
+            f"original_max_position_embeddings={context} must be at least 1: the positions "
+            "that the model was trained with before they were scaled"
+        )
+    result = RopeConfig(
+        theta=rope.number("rope_theta", theta),
+        fraction=rope.number("partial_rotary_factor", fraction),
+        scaling=_read_scaling(rope, max_positions=max_positions, original=context),
+    )
+    rope.finish(neutral=())
+    return result
 
 
 def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScaling | None:
@@ -131,6 +175,16 @@ def _read_longrope(rope: Keys, *, max_positions: int, original: int) -> LongRope
         original_max_positions=original,
         attention_factor=rope.number("attention_factor", default),
     )
+
+
+def write_ropes_by_type(ropes: Mapping[str, RopeConfig]) -> dict[str, Any]:
+    """Writes ``rope_parameters`` with an entry per type of layer."""
+
+    def entry(rope: RopeConfig) -> dict[str, Any]:
+        scaling = _write_scaling(rope.scaling) or {"rope_type": "default"}
+        return scaling | {"rope_theta": rope.theta}
+
+    return {"rope_parameters": {name: entry(rope) for name, rope in ropes.items()}}
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:

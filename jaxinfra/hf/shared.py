@@ -18,7 +18,7 @@ from jaxinfra.config.model import (
     Stack,
     stacked,
 )
-from jaxinfra.config.rope import RopeConfig
+from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import read_rope, write_rope
@@ -59,16 +59,23 @@ def decoder_config(
     *,
     windows: Sequence[int | None] = (None,),
     layers: Sequence[Mapping[str, Any]] | None = None,
+    width: int | None = None,
+    num_kv_heads: int | None = None,
+    hidden_dim: int | None = None,
+    max_positions: int | None = None,
     norm: NormConfig | None = None,
     rope: RopeConfig | None = None,
     has_rope: bool = True,
     activation_key: str = "hidden_act",
+    activation: MlpKind | None = None,
     gated: bool = True,
     mlp_bias: bool = False,
     mixer: Callable[[RopeConfig], MixerConfig] | None = None,
     partial_rotary: bool = False,
     original_max_positions: int | None = None,
     default_theta: float = 10_000.0,
+    default_fraction: float = 1.0,
+    pairs: RopePairs = RopePairs.HALVES,
     tied_by_default: bool = False,
     block: Mapping[str, Any] = types.MappingProxyType({}),
     model: Mapping[str, Any] = types.MappingProxyType({}),
@@ -79,17 +86,21 @@ def decoder_config(
     Args:
         windows: one window for all layers, or a window per layer.
         layers: fields of ``GroupedAttentionConfig`` that differ, by layer, in place of windows.
+        width, num_kv_heads, hidden_dim, max_positions: sizes that are not under Llama's names.
         norm: all norms of the stream; None: RMSNorm with ``rms_norm_eps``.
         rope: rotary embedding of layers that have none of their own; None: read from the config.
         has_rope: whether the architecture rotates queries and keys at all.
+        activation: activation of feed-forward layers; None: read from ``activation_key``.
+        gated: whether that activation has a gate projection.
         mixer: mixer that replaces grouped attention, including its rotary embedding.
         partial_rotary: whether the architecture may rotate only a fraction of each head.
-        original_max_positions: default for a scaled rotary embedding whose config has none.
+        original_max_positions, default_theta, default_fraction, pairs: as in ``read_rope``.
         block, model: further fields of ``BlockConfig`` and of ``ModelConfig``.
         attention: further fields of ``GroupedAttentionConfig``.
     """
-    width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    max_positions = keys.integer("max_position_embeddings")
+    width = width or keys.integer("hidden_size")
+    heads = keys.integer("num_attention_heads")
+    max_positions = max_positions or keys.integer("max_position_embeddings")
     if norm is None:
         norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
     if has_rope and rope is None:
@@ -98,21 +109,23 @@ def decoder_config(
             max_positions=max_positions,
             original_max_positions=original_max_positions,
             default_theta=default_theta,
+            default_fraction=default_fraction,
+            pairs=pairs,
         )
     if rope is not None and rope.fraction != 1.0 and not partial_rotary:
         raise ConfigError(
             f"partial_rotary_factor={rope.fraction}: this architecture rotates whole heads"
         )
     mlp = MlpConfig(
-        hidden_dim=keys.integer("intermediate_size"),
-        kind=keys.choice(activation_key, _GATED if gated else _UNGATED),
+        hidden_dim=hidden_dim or keys.integer("intermediate_size"),
+        kind=activation or keys.choice(activation_key, _GATED if gated else _UNGATED),
         bias=mlp_bias,
     )
     each_layer = period([{"window": w} for w in windows] if layers is None else layers)
     if mixer is None:
         plain: dict[str, Any] = {
             "num_q_heads": heads,
-            "num_kv_heads": keys.integer("num_key_value_heads", heads),
+            "num_kv_heads": num_kv_heads or keys.integer("num_key_value_heads", heads),
             "head_dim": keys.integer("head_dim", width // heads),
             "rope": rope,
             **attention,
@@ -181,6 +194,12 @@ def renamed(keys: Mapping[str, Any], **names: str | None) -> dict[str, Any]:
     """Returns written keys under an architecture's own names; None leaves a key out."""
     found = {names.get(name, name): value for name, value in keys.items()}
     return {name: value for name, value in found.items() if name is not None}
+
+
+def inverse(value: float) -> float:
+    """Returns the shortest number whose inverse is the value."""
+    found = (float(f"{1.0 / value:.{digits}g}") for digits in range(1, 18))
+    return next((each for each in found if 1.0 / each == value), 1.0 / value)
 
 
 def dense_block(config: ModelConfig) -> tuple[GroupedAttentionConfig, MlpConfig]:

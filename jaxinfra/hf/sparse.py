@@ -32,15 +32,87 @@ from jaxinfra.hf.shared import (
     window_keys,
 )
 
-_LOSSES = ("router_aux_loss_coef", "output_router_logits")
+LOSSES = ("router_aux_loss_coef", "output_router_logits")
+"""Keys of auxiliary losses, without effect on what a model computes."""
 _GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+
+def read_experts(
+    keys: Keys,
+    dense: ModelConfig,
+    *,
+    width_key: str = "moe_intermediate_size",
+    renormalizes: bool | None = None,
+    **fields: Any,
+) -> ModelConfig:
+    """Returns the dense model with experts in every layer.
+
+    Args:
+        width_key: key of the width of an expert.
+        renormalizes: what ``norm_topk_prob`` is by default; None: always, and there is no such key.
+        fields: further fields of ``ExpertsConfig``, and ``routing`` where it has more to it.
+    """
+    weighed = True if renormalizes is None else keys.flag("norm_topk_prob", renormalizes)
+    routing = fields.pop("routing", RoutingConfig())
+    experts = ExpertsConfig(
+        num_experts=keys.named("num_experts", "num_local_experts", "n_routed_experts"),
+        top_k=keys.integer("num_experts_per_tok"),
+        hidden_dim=keys.integer(width_key),
+        kind=mlp_kind(dense),
+        routing=dataclasses.replace(routing, renormalize=weighed),
+        **fields,
+    )
+    return routed(dense, [experts] * dense.num_layers)
+
+
+def read_experts_after_dense(
+    keys: Keys, dense: ModelConfig, routing: RoutingConfig, *, dense_by_default: int
+) -> ModelConfig:
+    """Returns the dense model with DeepSeek-V3's experts in all layers but the first ones."""
+    width = keys.integer("moe_intermediate_size")
+    experts = ExpertsConfig(
+        num_experts=keys.named("n_routed_experts", "num_local_experts", "num_experts"),
+        top_k=keys.integer("num_experts_per_tok"),
+        hidden_dim=width,
+        kind=mlp_kind(dense),
+        routing=routing,
+        shared_hidden_dim=width * keys.integer("n_shared_experts", 1),
+    )
+    first = keys.integer("first_k_dense_replace", dense_by_default)
+    return routed(dense, [experts if i >= first else None for i in range(dense.num_layers)])
+
+
+def sigmoid_keys(config: ModelConfig) -> tuple[GroupedAttentionConfig, dict[str, Any]]:
+    """Returns the attention, and the keys of what ``read_experts_after_dense`` reads."""
+    attention, experts, dense = layers_of(config)
+    return attention, decoder_keys(config, mlp=dense or as_wide(experts)) | {
+        "moe_intermediate_size": experts.hidden_dim,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "n_shared_experts": experts.shared_hidden_dim // experts.hidden_dim,
+        "first_k_dense_replace": routes(config).count(False),
+        "norm_topk_prob": experts.routing.renormalize,
+        "routed_scaling_factor": experts.routing.scale,
+        "n_group": experts.routing.num_groups,
+        "topk_group": experts.routing.top_groups,
+    }
+
+
+def experts_keys(config: ModelConfig) -> tuple[GroupedAttentionConfig, dict[str, Any]]:
+    """Returns the attention, and the keys of a model with experts in every layer."""
+    attention, experts, dense = layers_of(config)
+    return attention, decoder_keys(config, mlp=dense or as_wide(experts)) | {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": experts.routing.renormalize,
+    }
 
 
 def read_mixtral(keys: Keys) -> ModelConfig:
     """Reads Mixtral: experts in every layer (arXiv 2401.04088)."""
     keys.require("num_key_value_heads", "sliding_window")
     keys.expect("router_jitter_noise", (0.0, None), "inputs of routers get no noise in training")
-    keys.ignore(*_LOSSES)
+    keys.ignore(*LOSSES)
     dense = decoder_config(keys, windows=(keys.integer("sliding_window", None),), default_theta=1e6)
     experts = ExpertsConfig(
         num_experts=keys.named("num_local_experts", "num_experts"),
@@ -53,8 +125,8 @@ def read_mixtral(keys: Keys) -> ModelConfig:
 
 def write_mixtral(config: ModelConfig) -> dict[str, Any]:
     """Writes Mixtral; inverse of ``read_mixtral``."""
-    attention, experts, _ = _layers(config)
-    keys = decoder_keys(config, mlp=_as_wide(experts))
+    attention, experts, _ = layers_of(config)
+    keys = decoder_keys(config, mlp=as_wide(experts))
     return keys | {
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
@@ -95,7 +167,7 @@ def read_qwen3_moe(keys: Keys) -> ModelConfig:
 
 
 def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
-    keys.ignore(*_LOSSES)
+    keys.ignore(*LOSSES)
     dense_only = set(keys.sequence("mlp_only_layers", ()))
     stride = keys.integer("decoder_sparse_step", 1)
     num_experts = keys.named("num_experts", "num_local_experts")
@@ -122,7 +194,7 @@ def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
 
 def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
     """Writes Qwen 2 with experts; inverse of ``read_qwen2_moe``."""
-    attention, experts, _ = _layers(config)
+    attention, experts, _ = layers_of(config)
     return _qwen_keys(config) | {
         **window_keys(config),
         "qkv_bias": attention.qkv_bias,
@@ -133,7 +205,7 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
 
 def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     """Writes Qwen 3 with experts; inverse of ``read_qwen3_moe``."""
-    attention, _, _ = _layers(config)
+    attention, _, _ = layers_of(config)
     return _qwen_keys(config) | {
         "attention_bias": attention.out_bias,
         "use_sliding_window": attention.window is not None,
@@ -142,8 +214,8 @@ def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen_keys(config: ModelConfig) -> dict[str, Any]:
-    _, experts, dense = _layers(config)
-    return decoder_keys(config, mlp=dense or _as_wide(experts)) | {
+    _, experts, dense = layers_of(config)
+    return decoder_keys(config, mlp=dense or as_wide(experts)) | {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
         "moe_intermediate_size": experts.hidden_dim,
@@ -160,7 +232,7 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
     for name, value in _GATE.items():
         keys.expect(name, (value,), f"the gate here has {value}")
     top_k = keys.named("num_experts_per_tok", "experts_per_token")
-    keys.ignore(*_LOSSES, "initial_context_length")  # said again in the rope's scaling
+    keys.ignore(*LOSSES, "initial_context_length")  # said again in the rope's scaling
     num_layers = keys.integer("num_hidden_layers")
     types = keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers])
     bias = keys.flag("attention_bias", True)
@@ -191,8 +263,8 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
 
 def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     """Writes gpt-oss; inverse of ``read_gpt_oss``."""
-    attention, experts, _ = _layers(config)
-    wide = dataclasses.replace(_as_wide(experts), kind=MlpKind.SWIGLU)
+    attention, experts, _ = layers_of(config)
+    wide = dataclasses.replace(as_wide(experts), kind=MlpKind.SWIGLU)
     keys = decoder_keys(config, mlp=wide)
     # Null would be read as YaRN.
     scaling = keys.get("rope_scaling") or {"rope_type": "default"}
@@ -209,7 +281,9 @@ def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _layers(config: ModelConfig) -> tuple[GroupedAttentionConfig, ExpertsConfig, MlpConfig | None]:
+def layers_of(
+    config: ModelConfig,
+) -> tuple[GroupedAttentionConfig, ExpertsConfig, MlpConfig | None]:
     """Reads attention, experts, and dense layers where the model has some."""
     attention = config.blocks[0].mixer
     feed_forwards = {type(block.feed_forward): block.feed_forward for block in config.blocks}
@@ -219,7 +293,7 @@ def _layers(config: ModelConfig) -> tuple[GroupedAttentionConfig, ExpertsConfig,
     return attention, experts, dense if isinstance(dense, MlpConfig) else None
 
 
-def _as_wide(experts: ExpertsConfig) -> MlpConfig:
+def as_wide(experts: ExpertsConfig) -> MlpConfig:
     """A dense layer as wide as one expert."""
     assert experts.kind in ACTIVATION_NAMES or experts.kind is MlpKind.SWIGLU_CLAMPED
     return MlpConfig(hidden_dim=experts.hidden_dim, kind=experts.kind)

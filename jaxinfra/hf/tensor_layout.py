@@ -51,6 +51,9 @@ class TensorLayout:
         wanted = dict(zip(self.ours, index, strict=True))
         their_index, shape = [], []
         for dim in self.theirs:
+            if not dim:
+                their_index.append(slice(0, 1))
+                continue
             first, *inner = dim
             width = math.prod(self.sizes[letter] for letter in inner)
             rows = wanted[first]
@@ -67,8 +70,12 @@ class TensorLayout:
 def parse_layout(text: str, our_shape: tuple[int, ...]) -> TensorLayout:
     """Parses ``"(N H) D -> D N H"``; sizes are those of our parameter."""
     theirs, ours = text.split("->")
-    dims = tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\S", theirs))
     letters = tuple(ours.split())
+    # A dim of theirs that is no letter of ours, such as 1, has one element.
+    dims = tuple(
+        tuple(letter for letter in dim.strip("()").split() if letter in letters)
+        for dim in re.findall(r"\([^)]*\)|\S", theirs)
+    )
     assert sorted(letter for dim in dims for letter in dim) == sorted(letters), text
     sizes = dict(zip(letters, our_shape, strict=True))
     return TensorLayout(theirs=dims, ours=letters, sizes=sizes)

@@ -68,6 +68,10 @@ GATE_UP = (
     *linear("mlp.up_proj", "mlp/up", "F D -> D F", "F -> F"),
 )
 DOWN = linear("mlp.down_proj", "mlp/down", "D F -> F D", "D -> D")
+FUSED_GATE_UP = Rule(
+    name="mlp.gate_up_proj.weight",
+    parts=(("mlp/gate/weight", "F D -> D F"), ("mlp/up/weight", "F D -> D F")),
+)
 PRE_NORMS = (
     *norm("input_layernorm", "attention_norm"),
     *norm("post_attention_layernorm", "mlp_norm"),
@@ -108,22 +112,27 @@ PHI3 = dataclasses.replace(
             ),
         ),
         *OUT,
-        Rule(
-            name="mlp.gate_up_proj.weight",
-            parts=(("mlp/gate/weight", "F D -> D F"), ("mlp/up/weight", "F D -> D F")),
-        ),
+        FUSED_GATE_UP,
         *DOWN,
     ),
 )
 
 
 def experts(
-    layer: str, gate: str, up: str, down: str, *, shared: str | None = None
+    layer: str,
+    gate: str,
+    up: str,
+    down: str,
+    *,
+    shared: str | None = None,
+    router: str = "gate.weight",
+    correction: str = "gate.e_score_correction_bias",
+    correction_layout: str = "E -> E",
 ) -> tuple[Rule, ...]:
     """Router and experts with tensors of their own; a shared expert beside them."""
     own = (
-        rule(f"{layer}.gate.weight", "mlp/router/weight", "E D -> D E"),
-        rule(f"{layer}.gate.e_score_correction_bias", "mlp/router_correction", "E -> E"),
+        rule(f"{layer}.{router}", "mlp/router/weight", "E D -> D E"),
+        rule(f"{layer}.{correction}", "mlp/router_correction", correction_layout),
         rule(f"{layer}.experts.{{}}.{gate}.weight", "mlp/gate", "F D -> D F"),
         rule(f"{layer}.experts.{{}}.{up}.weight", "mlp/up", "F D -> D F"),
         rule(f"{layer}.experts.{{}}.{down}.weight", "mlp/down", "D F -> F D"),

@@ -134,10 +134,14 @@ class Experts(nnx.Module):
                 choice, dropped = within_capacity(choice, config=self.config)
                 sums = joined(sums, Sums(added={"dropped": dropped}))
             expert_BTK = checkpoint_name(choice.expert_BTK, CHOICE_NAME)
+        routed_BTD, weight_BTK = x_BTD, choice.weight_BTK
+        if self.config.routing.scales_inputs:
+            routed_BTD = policy.to_compute(policy.to_accum(x_BTD) * weight_BTK)
+            weight_BTK = jnp.ones_like(weight_BTK)
         y_BTD, overflowed = self.execution.kernels.exchange(
-            x_BTD,
+            routed_BTD,
             place(expert_BTK, (axes.BATCH, axes.SEQUENCE, None)),
-            place(choice.weight_BTK, (axes.BATCH, axes.SEQUENCE, None)),
+            place(weight_BTK, (axes.BATCH, axes.SEQUENCE, None)),
             self.weights,
             config=self.config,
             recipe=self.recipe,

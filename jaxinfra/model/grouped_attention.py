@@ -108,7 +108,7 @@ class GroupedAttention(nnx.Module):
             if appended is not None:
                 return appended
         q_BTNH, k_BTKH, v_BTKH = self._projected(x_BTD, heads_BTNH)
-        q_BTNH, k_BTKH, v_BTKH = clipped(self.config, q_BTNH, k_BTKH, v_BTKH)
+        v_BTKH = clipped(self.config, v_BTKH)
         norms = self.query_norm, self.key_norm
         policy = self.execution.policy
         q_BTNH, k_BTKH = positioned(self.config, q_BTNH, k_BTKH, given, norms, policy=policy)

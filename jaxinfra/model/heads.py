@@ -34,10 +34,10 @@ def head_norm(
     )
 
 
-def clipped(config: GroupedAttentionConfig, *heads: jax.Array) -> tuple[jax.Array, ...]:
-    """Clips queries, keys and values to the config's limit."""
+def clipped(config: GroupedAttentionConfig, x: jax.Array) -> jax.Array:
+    """Clips queries, keys or values to the config's limit."""
     limit = config.qkv_clip
-    return heads if limit is None else tuple(jnp.clip(x, -limit, limit) for x in heads)
+    return x if limit is None else jnp.clip(x, -limit, limit)
 
 
 def positioned(
@@ -49,7 +49,7 @@ def positioned(
     *,
     policy: Policy,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """Normalizes, rotates and scales queries and keys, in the config's order.
+    """Normalizes, clips, rotates and scales queries and keys, in the config's order.
 
     Args:
         norms: norm of queries and norm of keys.
@@ -63,6 +63,7 @@ def positioned(
 
     if not config.qk_norm_after_rope:
         q_BTNH, k_BTKH = normed(q_BTNH, k_BTKH)
+    q_BTNH, k_BTKH = clipped(config, q_BTNH), clipped(config, k_BTKH)
     if config.rope is not None and given.rope is not None:
         pairs = config.rope.pairs
         q_BTNH = apply_rope(q_BTNH, given.rope, pairs=pairs)

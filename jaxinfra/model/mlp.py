@@ -14,7 +14,7 @@ from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.model.execution import Execution
-from jaxinfra.model.passes import Abilities, LayerOutput, Pass, labelled, site_sums
+from jaxinfra.model.passes import Abilities, LayerOutput, ModelState, Pass, labelled, site_sums
 from jaxinfra.model.projection import HIDDEN, Projection
 from jaxinfra.ops.activation import activated, xielu
 from jaxinfra.ops.fp8_operands import Input
@@ -61,6 +61,8 @@ class Mlp(nnx.Module):
         has_slopes = config.kind is MlpKind.XIELU
         self.rise = nnx.Param(jnp.zeros(1, param), axes=(None,)) if has_slopes else None
         self.fall = nnx.Param(jnp.zeros(1, param), axes=(None,)) if has_slopes else None
+        self.slope = constant(0.5, execution) if has_slopes else None
+        self.edge = constant(-1e-6, execution) if has_slopes else None
         self.down = build(
             "BTF,FD->BTD",
             shape=(config.hidden_dim, model_dim),
@@ -101,9 +103,10 @@ class Mlp(nnx.Module):
             return multiply.swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:
             gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
-        if self.rise is not None and self.fall is not None:
-            rise, fall = (policy.to_accum(each[...]) for each in (self.rise, self.fall))
-            hidden_BTF = policy.to_compute(xielu(up_BTF, rise=rise, fall=fall))
+        if self.config.kind is MlpKind.XIELU:
+            numbers = self.rise, self.fall, self.slope, self.edge
+            given = (policy.to_accum(each[...]) for each in numbers if each is not None)
+            hidden_BTF = policy.to_compute(xielu(up_BTF, *given))
         else:
             hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
         return labelled(hidden_BTF, self.label)
@@ -118,3 +121,9 @@ class Mlp(nnx.Module):
         devices = self.execution.multiply.devices
         hidden = swiglu_input(x, gate, up, recipe=self.up.recipe, devices=devices)
         return None if hidden is None else hidden._replace(x=labelled(hidden.x, self.label))
+
+
+def constant(value: float, execution: Execution) -> ModelState:
+    """Makes a number that files hold and nothing changes."""
+    array = jnp.asarray(value, execution.policy.accum)
+    return ModelState(array, axes=(), rule=lambda value, sums, emitted: value)

@@ -57,13 +57,15 @@ def choose(
         picked = [jnp.sum(jnp.where(is_k, values_BTE, 0.0), axis=-1) for is_k in is_best]
         return jnp.stack(picked, axis=-1)
 
-    if not routing.renormalize:
+    if routing.scoring is Scoring.SPARSE_MIXER:
+        weight_BTK = _sparse_mixer(logits_BTE, is_best, of_chosen(logits_BTE), routing.tolerance)
+    elif not routing.renormalize:
         weight_BTK = of_chosen(scores_BTE)
     elif routing.scoring is Scoring.SOFTMAX:
         weight_BTK = jax.nn.softmax(of_chosen(logits_BTE), axis=-1)
     else:
         weight_BTK = _normalized(of_chosen(scores_BTE))
-    is_softmax = routing.scoring is Scoring.SOFTMAX
+    is_softmax = routing.scoring is not Scoring.SIGMOID
     counted_BT1 = counts_BT[..., None]
     return ExpertChoice(
         expert_BTK=jnp.where(counted_BT1, best_BTK, config.num_experts),
@@ -150,9 +152,25 @@ class EvenLoads:
 
 
 def _scores(logits_BTE: jax.Array, routing: RoutingConfig) -> jax.Array:
-    if routing.scoring is Scoring.SOFTMAX:
-        return jax.nn.softmax(logits_BTE, axis=-1)
-    return jax.nn.sigmoid(logits_BTE)
+    if routing.scoring is Scoring.SIGMOID:
+        return jax.nn.sigmoid(logits_BTE)
+    return jax.nn.softmax(logits_BTE, axis=-1)
+
+
+def _sparse_mixer(
+    logits_BTE: jax.Array, is_best: list[jax.Array], best_BTK: jax.Array, tolerance: float
+) -> jax.Array:
+    """Each choice's share among the experts not chosen before it that are close to it."""
+    weights, is_left_BTE = [], jnp.ones(logits_BTE.shape, jnp.bool)
+    for k, is_k_BTE in enumerate(is_best):
+        best_BT1 = best_BTK[..., k : k + 1]
+        given_BTE, given_BT1 = map(jax.lax.stop_gradient, (logits_BTE, best_BT1))
+        distance_BTE = (given_BT1 - given_BTE) / jnp.maximum(jnp.abs(given_BTE), given_BT1)
+        is_near_BTE = is_left_BTE & (distance_BTE <= tolerance)
+        shares_BTE = jax.nn.softmax(logits_BTE, axis=-1, where=is_near_BTE)
+        weights.append(jnp.sum(jnp.where(is_k_BTE, shares_BTE, 0.0), axis=-1))
+        is_left_BTE &= ~is_k_BTE
+    return jnp.stack(weights, axis=-1)
 
 
 def _normalized(scores: jax.Array) -> jax.Array:

@@ -36,17 +36,19 @@ def activated(kind: MlpKind, up: jax.Array, gate: jax.Array | None) -> jax.Array
 
 
 def xielu(
-    x: jax.Array, *, rise: jax.Array, fall: jax.Array, slope: float = 0.5, edge: float = -1e-6
+    x: jax.Array, rise: jax.Array, fall: jax.Array, slope: jax.Array, edge: jax.Array
 ) -> jax.Array:
     """Computes xIELU (arXiv 2411.13010): softplus(rise) x^2 + slope x for positive x, else
     (softplus(fall) + slope) (exp(x) - 1 - x) + slope x.
 
     Args:
         x: products in the accum dtype.
-        rise, fall: learned numbers [1] in the accum dtype, which say how fast either side grows.
-        edge: x near 0 is taken for this in the exponential.
+        rise, fall: learned numbers [1], which say how fast either side grows.
+        slope, edge: numbers []; x near 0 is taken for the edge in the exponential.
     """
-    rise, fall = (jnp.reshape(each, (1,) * x.ndim) for each in (rise, fall))
+    rise, fall, slope, edge = (
+        jnp.reshape(each, (1,) * x.ndim) for each in (rise, fall, slope, edge)
+    )
     above = jax.nn.softplus(rise) * x * x
     below = (jax.nn.softplus(fall) + slope) * (jnp.expm1(jnp.minimum(x, edge)) - x)
     return jnp.where(x > 0, above, below) + slope * x

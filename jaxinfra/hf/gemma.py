@@ -1,0 +1,114 @@
+"""Configs of Gemma 1 and of Gemma 3's text models; Gemma 2's are in ``families.py``."""
+
+import dataclasses
+from typing import Any
+
+from jaxinfra.config.kinds import MlpKind, NormPlacement
+from jaxinfra.config.model import ModelConfig, NormConfig
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.families import write_gemma2
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.rope import read_rope, read_ropes_by_type, write_ropes_by_type
+from jaxinfra.hf.shared import (
+    FULL,
+    SLIDING,
+    decoder_config,
+    decoder_keys,
+    dense_block,
+    typed_windows,
+)
+from jaxinfra.hf.weights import GEMMA2, QK_NORM
+
+
+def read_gemma(keys: Keys) -> ModelConfig:
+    """Reads Gemma 1: scaled embeddings, norms of 1 + scale, GELU by its tanh approximation."""
+    keys.require("num_key_value_heads", "head_dim")
+    keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
+    # The first releases said gelu and meant the approximation, as the reference takes it.
+    keys.expect("hidden_act", ("gelu_pytorch_tanh", "gelu"), "Gemma has the tanh approximation")
+    keys.expect("hidden_activation", (None, "gelu_pytorch_tanh"), "Gemma has the approximation")
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(
+        keys,
+        norm=NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0),
+        qkv_bias=bias,
+        out_bias=bias,
+        tied_by_default=True,
+        activation=MlpKind.GEGLU_TANH,
+        model={"embedding_scale": keys.integer("hidden_size") ** 0.5},
+    )
+
+
+def write_gemma(config: ModelConfig) -> dict[str, Any]:
+    """Writes Gemma 1; inverse of ``read_gemma``."""
+    return decoder_keys(config) | {"attention_bias": dense_block(config)[0].out_bias}
+
+
+def read_gemma3(keys: Keys) -> ModelConfig:
+    """Reads Gemma 3 text: windows with a rotation of their own, norms of heads, SANDWICH norms."""
+    keys.require("num_key_value_heads", "head_dim", "sliding_window")
+    keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
+    keys.expect("attn_logit_softcapping", (None,), "implementations differ in whether it is used")
+    num_layers = keys.integer("num_hidden_layers")
+    every = keys.integer("sliding_window_pattern", 6)
+    default = [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
+    types = keys.sequence("layer_types", default)
+    window = keys.integer("sliding_window", None)
+    windows = typed_windows(types, window, num_layers=num_layers)
+    norm = NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0)
+    ropes, bias = _ropes(keys), keys.flag("attention_bias", False)
+    each_layer = [
+        {"window": window, "rope": ropes[kind]} for window, kind in zip(windows, types, strict=True)
+    ]
+    return decoder_config(
+        keys,
+        activation_key="hidden_activation",
+        layers=each_layer,
+        rope=ropes[FULL],
+        norm=norm,
+        qk_norm=norm,
+        qkv_bias=bias,
+        out_bias=bias,
+        scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        tied_by_default=True,
+        block={"norm_placement": NormPlacement.SANDWICH},
+        model={
+            "embedding_scale": keys.integer("hidden_size") ** 0.5,
+            "logit_soft_cap": keys.number("final_logit_softcapping", None),
+        },
+    )
+
+
+def _ropes(keys: Keys) -> dict[str, RopeConfig]:
+    max_positions = keys.integer("max_position_embeddings")
+    found = read_ropes_by_type(keys, (SLIDING, FULL), max_positions=max_positions)
+    if found is None:  # as releases before transformers 5 wrote
+        local = RopeConfig(theta=keys.number("rope_local_base_freq", 10_000.0))
+        full = read_rope(keys, max_positions=max_positions, default_theta=1e6)
+        return {SLIDING: local, FULL: full}
+    keys.ignore("rope_theta", "rope_local_base_freq")
+    return found
+
+
+def write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    """Writes Gemma 3 text; inverse of ``read_gemma3``."""
+    keys = write_gemma2(config)
+    for name in ("rope_theta", "rope_scaling"):
+        keys.pop(name, None)
+    return keys | write_ropes_by_type(ropes_by_type(config))
+
+
+def ropes_by_type(config: ModelConfig) -> dict[str, RopeConfig]:
+    """Returns the rotary embedding of layers with a window and of those without."""
+    found: dict[str, RopeConfig] = {}
+    for block in config.blocks:
+        if block.mixer.rope is not None:
+            found[FULL if block.mixer.window is None else SLIDING] = block.mixer.rope
+    if not found:
+        raise ConfigError("layers without rotary embedding: these write one of each type of layer")
+    (first, *_) = found.values()
+    return {SLIDING: first, FULL: first} | found
+
+
+GEMMA3 = dataclasses.replace(GEMMA2, layer=(*GEMMA2.layer, *QK_NORM))

@@ -1,0 +1,297 @@
+"""Configs of GPT-NeoX, GPT-J, GPT-Neo and OPT, both ways."""
+
+from typing import Any
+
+from jaxinfra.config.kinds import Branches, NormKind
+from jaxinfra.config.model import ModelConfig, NormConfig
+from jaxinfra.config.rope import RopeConfig, RopePairs
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.layer_norm_kin import layer_norm, ungated
+from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, renamed
+from jaxinfra.hf.weights import Rule, WeightTable, linear, norm, rule
+
+_GPT_NAMES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+    "hidden_act": "activation_function",
+}
+
+
+def read_gpt_neox(keys: Keys) -> ModelConfig:
+    """Reads GPT-NeoX and Pythia: layers side by side with two norms, a part of heads rotated."""
+    is_parallel = keys.flag("use_parallel_residual", True)
+    bias = keys.flag("attention_bias", True)
+    keys.ignore("classifier_dropout")
+    theta = keys.number("rotary_emb_base", 10_000.0)
+    return decoder_config(
+        keys.named_as(partial_rotary_factor="rotary_pct"),
+        num_kv_heads=keys.integer("num_attention_heads"),
+        norm=layer_norm(keys, "layer_norm_eps"),
+        partial_rotary=True,
+        default_fraction=0.25,
+        default_theta=theta,
+        gated=False,
+        mlp_bias=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        block={"branches": Branches.PARALLEL if is_parallel else Branches.SEQUENTIAL},
+    )
+
+
+def write_gpt_neox(config: ModelConfig) -> dict[str, Any]:
+    """Writes GPT-NeoX; inverse of ``read_gpt_neox``."""
+    attention, _ = dense_block(config)
+    keys = renamed(
+        decoder_keys(config),
+        rms_norm_eps="layer_norm_eps",
+        rope_theta="rotary_emb_base",
+        partial_rotary_factor="rotary_pct",
+        head_dim=None,
+        num_key_value_heads=None,
+    )
+    return keys | {
+        "rotary_pct": 1.0 if attention.rope is None else attention.rope.fraction,
+        "attention_bias": attention.out_bias,
+        "use_parallel_residual": config.blocks[0].branches is not Branches.SEQUENTIAL,
+    }
+
+
+def read_gptj(keys: Keys) -> ModelConfig:
+    """Reads GPT-J: layers side by side behind one norm, neighbours of a part of heads rotated."""
+    width = keys.integer("n_embd")
+    head_dim = width // keys.integer("n_head")
+    rotated = keys.integer("rotary_dim", 64)
+    keys.expect("rotary", (True, None), "queries and keys are rotated here")
+    keys.expect("scale_attn_weights", (True, None), "scores are divided by sqrt(head_dim) here")
+    keys.ignore("gradient_checkpointing", "n_ctx")
+    hidden = keys.integer("n_inner", 4 * width)
+    named = keys.named_as(**_GPT_NAMES)
+    named.ignore("n_inner")
+    return decoder_config(
+        named,
+        num_kv_heads=keys.integer("n_head"),
+        hidden_dim=hidden,
+        norm=layer_norm(keys, "layer_norm_epsilon"),
+        rope=RopeConfig(fraction=rotated / head_dim, pairs=RopePairs.NEIGHBOURS),
+        partial_rotary=True,
+        gated=False,
+        mlp_bias=True,
+        block={"branches": Branches.SHARED_NORM},
+        model={"logit_bias": True},
+    )
+
+
+def write_gptj(config: ModelConfig) -> dict[str, Any]:
+    """Writes GPT-J; inverse of ``read_gptj``."""
+    attention, _ = dense_block(config)
+    rope = attention.rope or RopeConfig()
+    keys = renamed(
+        decoder_keys(config),
+        **_GPT_NAMES,
+        rms_norm_eps="layer_norm_epsilon",
+        head_dim=None,
+        num_key_value_heads=None,
+        rope_theta=None,
+        rope_scaling=None,
+        partial_rotary_factor=None,
+    )
+    return keys | {"rotary_dim": rope.rotary_dim(attention.head_dim)}
+
+
+def read_gpt_neo(keys: Keys) -> ModelConfig:
+    """Reads GPT-Neo: learned positions, windows in every other layer, unscaled scores."""
+    num_layers = keys.integer("num_layers")
+    named = [each for kinds, count in keys.sequence("attention_types") for each in kinds * count]
+    layers = keys.sequence("attention_layers", named)
+    if len(layers) != num_layers or {*layers} - {"global", "local"}:
+        raise ConfigError(
+            f"attention_layers={list(layers)}: global or local for each of {num_layers} layers"
+        )
+    keys.ignore("classifier_dropout", "gradient_checkpointing")
+    window = keys.integer("window_size", 256)
+    width = keys.integer("hidden_size")
+    return decoder_config(
+        keys.named_as(
+            num_hidden_layers="num_layers",
+            num_attention_heads="num_heads",
+            hidden_act="activation_function",
+        ),
+        num_kv_heads=keys.integer("num_heads"),
+        hidden_dim=keys.integer("intermediate_size", 4 * width),
+        windows=[window if each == "local" else None for each in layers],
+        norm=layer_norm(keys, "layer_norm_epsilon"),
+        has_rope=False,
+        gated=False,
+        mlp_bias=True,
+        out_bias=True,
+        scale=1.0,
+        tied_by_default=True,
+        model={"learned_positions": True},
+    )
+
+
+def write_gpt_neo(config: ModelConfig) -> dict[str, Any]:
+    """Writes GPT-Neo; inverse of ``read_gpt_neo``."""
+    windows = [block.mixer.window for block in config.layers]
+    layers = ["global" if each is None else "local" for each in windows]
+    keys = renamed(
+        decoder_keys(config),
+        num_hidden_layers="num_layers",
+        num_attention_heads="num_heads",
+        hidden_act="activation_function",
+        rms_norm_eps="layer_norm_epsilon",
+        head_dim=None,
+        num_key_value_heads=None,
+    )
+    return keys | {
+        "attention_types": [[layers, 1]],
+        "attention_layers": layers,
+        "window_size": next((each for each in windows if each is not None), 256),
+    }
+
+
+def read_opt(keys: Keys) -> ModelConfig:
+    """Reads OPT: learned positions from row 2 on, ReLU, LayerNorm before each layer."""
+    keys.expect("do_layer_norm_before", (True,), "norms behind the residual sum (OPT-350m)")
+    keys.expect("_remove_final_layer_norm", (False,), "a model without its final norm")
+    keys.expect("layer_norm_elementwise_affine", (True,), "norms have scales and biases here")
+    width = keys.integer("hidden_size")
+    keys.expect("word_embed_proj_dim", (width, None), "embeddings as wide as the model are needed")
+    keys.ignore("dropout", "layerdrop", "activation_dropout")
+    bias = keys.flag("enable_bias", True)
+    return decoder_config(
+        keys.named_as(
+            intermediate_size="ffn_dim",
+            hidden_act="activation_function",
+            initializer_range="init_std",
+        ),
+        num_kv_heads=keys.integer("num_attention_heads"),
+        norm=NormConfig(kind=NormKind.LAYER, bias=True),
+        has_rope=False,
+        gated=False,
+        mlp_bias=bias,
+        qkv_bias=bias,
+        out_bias=bias,
+        tied_by_default=True,
+        model={"learned_positions": True, "position_offset": 2},
+    )
+
+
+def write_opt(config: ModelConfig) -> dict[str, Any]:
+    """Writes OPT; inverse of ``read_opt``."""
+    keys = renamed(
+        decoder_keys(config),
+        intermediate_size="ffn_dim",
+        hidden_act="activation_function",
+        initializer_range="init_std",
+        rms_norm_eps=None,
+        head_dim=None,
+        num_key_value_heads=None,
+    )
+    return keys | {
+        "enable_bias": dense_block(config)[1].bias,
+        "word_embed_proj_dim": config.model_dim,
+        "do_layer_norm_before": True,
+    }
+
+
+def grouped_qkv(theirs: str) -> tuple[Rule, Rule]:
+    """Makes the rules of a fused projection: each key head's queries, its key and its value."""
+    parts = [("query", "N"), ("key", "K"), ("value", "K")]
+    return (
+        Rule(
+            name=f"{theirs}.weight",
+            parts=tuple(
+                (f"attention/{name}/weight", f"({heads} H) D -> D {heads} H")
+                for name, heads in parts
+            ),
+            groups="K",
+        ),
+        Rule(
+            name=f"{theirs}.bias",
+            parts=tuple(
+                (f"attention/{name}/bias", f"({heads} H) -> {heads} H") for name, heads in parts
+            ),
+            groups="K",
+        ),
+    )
+
+
+def _attention(prefix: str, out: str) -> tuple[Rule, ...]:
+    return (
+        *linear(f"{prefix}.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
+        *linear(f"{prefix}.k_proj", "attention/key", "(K H) D -> D K H", "(K H) -> K H"),
+        *linear(f"{prefix}.v_proj", "attention/value", "(K H) D -> D K H", "(K H) -> K H"),
+        *linear(f"{prefix}.{out}", "attention/out", "D (N H) -> N H D", "D -> D"),
+    )
+
+
+GPT_NEOX = WeightTable(
+    layer_prefix="gpt_neox.layers.{}.",
+    layer=(
+        *norm("input_layernorm", "attention_norm"),
+        *norm("post_attention_layernorm", "mlp_norm"),
+        *grouped_qkv("attention.query_key_value"),
+        *linear("attention.dense", "attention/out", "D (N H) -> N H D", "D -> D"),
+        *ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    ),
+    outside=(
+        rule("gpt_neox.embed_in.weight", "embedding/table", "V D -> V D"),
+        *norm("gpt_neox.final_layer_norm", "final_norm"),
+        rule("embed_out.weight", "unembedding/table", "V D -> V D"),
+    ),
+    root="gpt_neox.",
+    ignored=r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+)
+GPTJ = WeightTable(
+    layer_prefix="transformer.h.{}.",
+    layer=(
+        *norm("ln_1", "attention_norm"),
+        *_attention("attn", "out_proj"),
+        *ungated("mlp.fc_in", "mlp.fc_out"),
+    ),
+    outside=(
+        rule("transformer.wte.weight", "embedding/table", "V D -> V D"),
+        *norm("transformer.ln_f", "final_norm"),
+        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+        rule("lm_head.bias", "logit_bias", "V -> V"),
+    ),
+    root="transformer.",
+    ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
+)
+GPT_NEO = WeightTable(
+    layer_prefix="transformer.h.{}.",
+    layer=(
+        *(*norm("ln_1", "attention_norm"), *norm("ln_2", "mlp_norm")),
+        *_attention("attn.attention", "out_proj"),
+        *ungated("mlp.c_fc", "mlp.c_proj"),
+    ),
+    outside=(
+        rule("transformer.wte.weight", "embedding/table", "V D -> V D"),
+        rule("transformer.wpe.weight", "positions/table", "P D -> P D"),
+        *norm("transformer.ln_f", "final_norm"),
+        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+    ),
+    root="transformer.",
+    ignored=r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",
+)
+OPT = WeightTable(
+    layer_prefix="model.decoder.layers.{}.",
+    layer=(
+        *norm("self_attn_layer_norm", "attention_norm"),
+        *norm("final_layer_norm", "mlp_norm"),
+        *_attention("self_attn", "out_proj"),
+        *ungated("fc1", "fc2"),
+    ),
+    outside=(
+        rule("model.decoder.embed_tokens.weight", "embedding/table", "V D -> V D"),
+        rule("model.decoder.embed_positions.weight", "positions/table", "P D -> P D"),
+        *norm("model.decoder.final_layer_norm", "final_norm"),
+        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+    ),
+    root="model.",
+)

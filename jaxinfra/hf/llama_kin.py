@@ -1,0 +1,360 @@
+"""Configs of Llama's kin with one or two differences: Seed-OSS, Helium, Arcee, SmolLM3, EXAONE 4,
+ERNIE 4.5, Hunyuan, Apertus, Ministral and CWM, both ways.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxinfra.config.kinds import NormPlacement
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    ModelConfig,
+    NormConfig,
+    QueryScaling,
+)
+from jaxinfra.config.rope import NtkScaling, RopeConfig, RopePairs
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.rope import read_rope
+from jaxinfra.hf.shared import (
+    FULL,
+    SLIDING,
+    decoder_config,
+    decoder_keys,
+    dense_block,
+    typed_windows,
+    window_keys,
+)
+from jaxinfra.hf.weights import (
+    DOWN,
+    GATE_UP,
+    LLAMA,
+    OUT,
+    PRE_NORMS,
+    QK_NORM,
+    QKV,
+    linear,
+    norm,
+    rule,
+)
+
+
+def read_seed_oss(keys: Keys) -> ModelConfig:
+    """Reads Seed-OSS: biases of queries, keys and values."""
+    return decoder_config(
+        keys,
+        qkv_bias=keys.flag("attention_bias", True),
+        out_bias=keys.flag("attention_out_bias", False),
+        mlp_bias=keys.flag("mlp_bias", False),
+    )
+
+
+def write_seed_oss(config: ModelConfig) -> dict[str, Any]:
+    """Writes Seed-OSS; inverse of ``read_seed_oss``."""
+    attention, mlp = dense_block(config)
+    return decoder_keys(config) | {
+        "attention_bias": attention.qkv_bias,
+        "attention_out_bias": attention.out_bias,
+        "mlp_bias": mlp.bias,
+    }
+
+
+def read_helium(keys: Keys) -> ModelConfig:
+    """Reads Helium: neighbours are rotated."""
+    return decoder_config(
+        keys,
+        pairs=RopePairs.NEIGHBOURS,
+        default_theta=100_000.0,
+        qkv_bias=keys.flag("attention_bias", False),
+        mlp_bias=keys.flag("mlp_bias", False),
+    )
+
+
+def write_helium(config: ModelConfig) -> dict[str, Any]:
+    """Writes Helium; inverse of ``read_helium``."""
+    attention, mlp = dense_block(config)
+    return decoder_keys(config) | {"attention_bias": attention.qkv_bias, "mlp_bias": mlp.bias}
+
+
+def read_arcee(keys: Keys) -> ModelConfig:
+    """Reads Arcee: squared ReLU without a gate."""
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(
+        keys, gated=False, qkv_bias=bias, out_bias=bias, mlp_bias=keys.flag("mlp_bias", False)
+    )
+
+
+def read_apertus(keys: Keys) -> ModelConfig:
+    """Reads Apertus: xIELU without a gate, norms of heads."""
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(
+        keys,
+        gated=False,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
+    )
+
+
+def write_biased(config: ModelConfig) -> dict[str, Any]:
+    """Writes Arcee and Apertus; inverse of their readers."""
+    attention, mlp = dense_block(config)
+    return decoder_keys(config) | {"attention_bias": attention.out_bias, "mlp_bias": mlp.bias}
+
+
+def read_smollm3(keys: Keys) -> ModelConfig:
+    """Reads SmolLM3: every fourth layer is not rotated."""
+    num_layers = keys.integer("num_hidden_layers")
+    every = keys.integer("no_rope_layer_interval", 4)
+    has_rope = keys.sequence(
+        "no_rope_layers", [int((i + 1) % every > 0) for i in range(num_layers)]
+    )
+    if len(has_rope) != num_layers or any(each not in (0, 1) for each in has_rope):
+        raise ConfigError(
+            f"no_rope_layers={list(has_rope)}: 1 (rotated) or 0 for each of {num_layers} layers"
+        )
+    window = keys.integer("sliding_window", None)
+    if not keys.flag("use_sliding_window", False):
+        window = None
+    default = [SLIDING if window and not each else FULL for each in has_rope]
+    types = keys.sequence("layer_types", default)
+    if window is None:
+        types = [FULL] * num_layers
+    windows = typed_windows(types, window, num_layers=num_layers)
+    bias = keys.flag("attention_bias", False)
+    rope = _rope(keys, default_theta=2e6)
+    return decoder_config(
+        keys,
+        layers=[
+            {"window": window, "rope": rope if rotates else None}
+            for window, rotates in zip(windows, has_rope, strict=True)
+        ],
+        rope=rope,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=keys.flag("mlp_bias", False),
+        tied_by_default=True,
+    )
+
+
+def _rope(keys: Keys, **more: Any) -> RopeConfig:
+    return read_rope(keys, max_positions=keys.integer("max_position_embeddings"), **more)
+
+
+def write_smollm3(config: ModelConfig) -> dict[str, Any]:
+    """Writes SmolLM3; inverse of ``read_smollm3``."""
+    windows = window_keys(config)
+    del windows["max_window_layers"]
+    return (
+        write_biased(config)
+        | windows
+        | {"no_rope_layers": [int(block.mixer.rope is not None) for block in config.layers]}
+    )
+
+
+def read_exaone4(keys: Keys) -> ModelConfig:
+    """Reads EXAONE 4: norms after each layer only; of layers with and without window, the latter
+    are not rotated.
+    """
+    num_layers = keys.integer("num_hidden_layers")
+    window = keys.integer("sliding_window", None)
+    types = keys.sequence("layer_types", None)
+    keys.ignore("sliding_window_pattern")
+    if types is None and window is not None:
+        keys.require("layer_types")
+    types = [FULL] * num_layers if types is None else types
+    windows = typed_windows(types, window, num_layers=num_layers)
+    rope = _rope(keys)
+    return decoder_config(
+        keys,
+        layers=[{"window": each, "rope": rope if each or not window else None} for each in windows],
+        rope=rope,
+        qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
+        block={"norm_placement": NormPlacement.POST},
+    )
+
+
+def write_exaone4(config: ModelConfig) -> dict[str, Any]:
+    """Writes EXAONE 4; inverse of ``read_exaone4``."""
+    return decoder_keys(config) | _types(config)
+
+
+def _types(config: ModelConfig) -> dict[str, Any]:
+    windows = window_keys(config)
+    return {name: windows[name] for name in ("sliding_window", "layer_types")}
+
+
+def read_ernie(keys: Keys) -> ModelConfig:
+    """Reads ERNIE 4.5: neighbours are rotated."""
+    keys.require("num_key_value_heads")
+    bias = keys.flag("use_bias", False)
+    return decoder_config(
+        keys,
+        pairs=RopePairs.NEIGHBOURS,
+        default_theta=500_000.0,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        tied_by_default=True,
+    )
+
+
+def write_ernie(config: ModelConfig) -> dict[str, Any]:
+    """Writes ERNIE 4.5; inverse of ``read_ernie``."""
+    return decoder_keys(config) | {"use_bias": dense_block(config)[0].out_bias}
+
+
+def read_hunyuan(keys: Keys) -> ModelConfig:
+    """Reads Hunyuan: norms of heads behind the rotation, whose base a fixed alpha stretches."""
+    return hunyuan_decoder(keys, mlp_bias=False)
+
+
+def hunyuan_decoder(keys: Keys, **more: Any) -> ModelConfig:
+    """Reads what Hunyuan's dense models and those with experts have in common."""
+    keys.ignore("eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "text_end_id")
+    keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
+    keys.expect("use_cla", (False, None), "each layer has keys and values of its own")
+    keys.expect("mlp_bias", (False, None), "feed-forward layers here have no biases")
+    bias = keys.flag("attention_bias", False)
+    head_dim = keys.integer("head_dim", None)
+    keys.expect("attention_head_dim", (head_dim, None), "head_dim says otherwise")
+    return decoder_config(
+        keys,
+        rope=_rope(keys, has_alpha=True),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
+        qk_norm_after_rope=True,
+        **more,
+    )
+
+
+def write_hunyuan(config: ModelConfig) -> dict[str, Any]:
+    """Writes Hunyuan; inverse of ``read_hunyuan``."""
+    return hunyuan_keys(config, decoder_keys(without_alpha(config)))
+
+
+def without_alpha(config: ModelConfig) -> ModelConfig:
+    """Returns the model with an unscaled rotation where alpha scales it, for shared writers."""
+
+    def changed(block: BlockConfig) -> BlockConfig:
+        rope = block.mixer.rope
+        if rope is None or not isinstance(rope.scaling, NtkScaling):
+            return block
+        plain = dataclasses.replace(rope, scaling=None)
+        return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=plain))
+
+    stacks = tuple(
+        dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern)))
+        for stack in config.stacks
+    )
+    return dataclasses.replace(config, stacks=stacks)
+
+
+def hunyuan_keys(config: ModelConfig, keys: dict[str, Any]) -> dict[str, Any]:
+    """Adds Hunyuan's own keys to those of a decoder."""
+    attention = config.blocks[0].mixer
+    if not isinstance(attention, GroupedAttentionConfig):
+        raise ConfigError(f"{type(attention).__name__}: grouped attention is what these write")
+    scaling = None if attention.rope is None else attention.rope.scaling
+    if isinstance(scaling, NtkScaling):
+        keys["rope_scaling"] = {"rope_type": "dynamic", "alpha": scaling.factor, "factor": 1.0}
+    return keys | {"attention_bias": attention.out_bias}
+
+
+def read_ministral(keys: Keys) -> ModelConfig:
+    """Reads Ministral: Mistral with windows by layer."""
+    num_layers, window = keys.integer("num_hidden_layers"), keys.integer("sliding_window", None)
+    types = keys.sequence("layer_types", [SLIDING if window else FULL] * num_layers)
+    return decoder_config(keys, windows=typed_windows(types, window, num_layers=num_layers))
+
+
+def write_ministral(config: ModelConfig) -> dict[str, Any]:
+    """Writes Ministral; inverse of ``read_ministral``."""
+    types = _types(config)
+    return (
+        decoder_keys(config)
+        | types
+        | {"sliding_window": types["sliding_window"] or config.max_positions}
+    )
+
+
+def read_ministral3(keys: Keys) -> ModelConfig:
+    """Reads Ministral 3: YaRN, and queries that grow with their position."""
+    known = ("llama_4_scaling_beta", "max_position_embeddings")
+    values = keys.mapping("rope_parameters") or {}
+    scaling = None
+    if values.get("llama_4_scaling_beta") is not None:
+        rope = Keys(values, what="rope_parameters")
+        scaling = QueryScaling(
+            rate=rope.number("llama_4_scaling_beta"),
+            every=rope.integer("original_max_position_embeddings"),
+        )
+    return decoder_config(
+        keys,
+        windows=(keys.integer("sliding_window", None),),
+        rope=_rope(keys, known=known),
+        query_scaling=scaling,
+    )
+
+
+def write_ministral3(config: ModelConfig) -> dict[str, Any]:
+    """Writes Ministral 3; inverse of ``read_ministral3``."""
+    attention, _ = dense_block(config)
+    keys = decoder_keys(config)
+    rope = (keys.pop("rope_scaling", None) or {"rope_type": "default"}) | {
+        "rope_theta": keys.pop("rope_theta", None)
+    }
+    if attention.query_scaling is not None:
+        rope |= {
+            "llama_4_scaling_beta": attention.query_scaling.rate,
+            "original_max_position_embeddings": attention.query_scaling.every,
+        }
+    return keys | {"rope_parameters": rope, "sliding_window": attention.window}
+
+
+def read_cwm(keys: Keys) -> ModelConfig:
+    """Reads CWM: Llama 3 with windows by layer."""
+    num_layers, window = keys.integer("num_hidden_layers"), keys.integer("sliding_window", None)
+    default = [FULL if i % 4 == 0 else SLIDING for i in range(num_layers)]
+    types = keys.sequence("layer_types", default)
+    return decoder_config(
+        keys,
+        windows=typed_windows(types, window, num_layers=num_layers),
+        default_theta=1e6,
+        mlp_bias=keys.flag("mlp_bias", False),
+    )
+
+
+def write_cwm(config: ModelConfig) -> dict[str, Any]:
+    """Writes CWM; inverse of ``read_cwm``."""
+    return write_ministral(config) | {"mlp_bias": dense_block(config)[1].bias}
+
+
+EXAONE4 = dataclasses.replace(
+    LLAMA,
+    layer=(
+        *norm("post_attention_layernorm", "attention_post_norm"),
+        *norm("post_feedforward_layernorm", "mlp_post_norm"),
+        *(*QKV, *OUT, *QK_NORM, *GATE_UP, *DOWN),
+    ),
+)
+HUNYUAN_ATTENTION = (
+    *(*PRE_NORMS, *QKV, *OUT),
+    *norm("self_attn.query_layernorm", "attention/query_norm", "H -> H"),
+    *norm("self_attn.key_layernorm", "attention/key_norm", "H -> H"),
+)
+HUNYUAN = dataclasses.replace(LLAMA, layer=(*HUNYUAN_ATTENTION, *GATE_UP, *DOWN))
+APERTUS = dataclasses.replace(
+    LLAMA,
+    layer=(
+        *norm("attention_layernorm", "attention_norm"),
+        *norm("feedforward_layernorm", "mlp_norm"),
+        *(*QKV, *OUT, *QK_NORM, *linear("mlp.up_proj", "mlp/up", "F D -> D F", "F -> F"), *DOWN),
+        rule("mlp.act_fn.alpha_p", "mlp/rise", "1 -> 1"),
+        rule("mlp.act_fn.alpha_n", "mlp/fall", "1 -> 1"),
+        rule("mlp.act_fn.beta", "mlp/slope", " -> "),
+        rule("mlp.act_fn.eps", "mlp/edge", " -> "),
+    ),
+)

@@ -1,0 +1,287 @@
+"""Configs of further mixtures of experts: dots.1, MiniMax M2, ERNIE 4.5, Hunyuan and Phi-3.5, both
+ways.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxinfra.config.kinds import NormKind, QkNormOver
+from jaxinfra.config.model import ExpertsConfig, ModelConfig, NormConfig
+from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.llama_kin import (
+    HUNYUAN_ATTENTION,
+    hunyuan_decoder,
+    hunyuan_keys,
+    read_ernie,
+    without_alpha,
+)
+from jaxinfra.hf.shared import (
+    FULL,
+    decoder_config,
+    renamed,
+    routed,
+    routes,
+    typed_windows,
+    window_keys,
+)
+from jaxinfra.hf.sparse import (
+    LOSSES,
+    experts_keys,
+    layers_of,
+    read_experts,
+    read_experts_after_dense,
+    sigmoid_keys,
+)
+from jaxinfra.hf.weights import (
+    LLAMA,
+    MIXTRAL,
+    OUT,
+    OUTSIDE,
+    PRE_NORMS,
+    PROJECTIONS,
+    QKV,
+    experts,
+    norm,
+    rule,
+)
+
+
+def read_dots1(keys: Keys) -> ModelConfig:
+    """Reads dots.1: DeepSeek-V3's experts over attention with norms of heads, and windows."""
+    keys.require("num_key_value_heads", "n_routed_experts", "num_experts_per_tok")
+    keys.expect("scoring_func", ("noaux_tc", "sigmoid", None), "scores are sigmoid here")
+    keys.expect("topk_method", ("noaux_tc", None), "its router always has a bias")
+    keys.expect("moe_layer_freq", (1, None), "every layer after the dense ones routes")
+    keys.ignore(*LOSSES, "max_window_layers", "ep_size", "seq_aux", "aux_loss_alpha")
+    num_layers = keys.integer("num_hidden_layers")
+    types = keys.sequence("layer_types", [FULL] * num_layers)
+    window = keys.integer("sliding_window", None)
+    bias = keys.flag("attention_bias", False)
+    dense = decoder_config(
+        keys,
+        windows=typed_windows(types, window, num_layers=num_layers),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
+    )
+    routing = RoutingConfig(
+        scoring=Scoring.SIGMOID,
+        renormalize=keys.flag("norm_topk_prob", False),
+        scale=keys.number("routed_scaling_factor", 1.0),
+        num_groups=keys.integer("n_group", 1),
+        top_groups=keys.integer("topk_group", 1),
+        group_score=GroupScore.TOP2_SUM,
+        correction_bias=True,
+    )
+    return read_experts_after_dense(keys, dense, routing, dense_by_default=0)
+
+
+def write_dots1(config: ModelConfig) -> dict[str, Any]:
+    """Writes dots.1; inverse of ``read_dots1``."""
+    attention, keys = sigmoid_keys(config)
+    windows = window_keys(config)
+    return keys | {
+        "attention_bias": attention.out_bias,
+        "sliding_window": windows["sliding_window"],
+        "layer_types": windows["layer_types"],
+    }
+
+
+def read_minimax_m2(keys: Keys) -> ModelConfig:
+    """Reads MiniMax M2: norms over all heads, sigmoid scores with a correction."""
+    keys.require("num_key_value_heads", "head_dim")
+    _expect_minimax(keys)
+    head_dim, rotated = keys.integer("head_dim"), keys.integer("rotary_dim", None)
+    fraction = 1.0 if rotated is None else rotated / head_dim
+    dense = decoder_config(
+        keys,
+        partial_rotary=True,
+        default_fraction=fraction,
+        qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
+        qk_norm_over=QkNormOver.ALL_HEADS,
+    )
+    routing = RoutingConfig(scoring=Scoring.SIGMOID, correction_bias=True)
+    return read_experts(keys, dense, width_key="intermediate_size", routing=routing)
+
+
+def _expect_minimax(keys: Keys) -> None:
+    keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
+    keys.expect("qk_norm_type", ("per_layer", None), "norms are over all heads here")
+    keys.expect("use_routing_bias", (True, None), "its router always has a bias")
+    keys.expect("scoring_func", ("sigmoid", None), "scores of this architecture are sigmoid")
+    keys.expect("shared_intermediate_size", (0, None), "there are no shared experts here")
+    types = keys.sequence("attn_type_list", ())
+    if any(each != 1 for each in types):
+        raise ConfigError(f"attn_type_list={list(types)}: every layer has full attention (1) here")
+    keys.ignore(*LOSSES, "router_jitter_noise", "use_mtp", "num_mtp_modules")
+    keys.ignore("mtp_transformer_layers")
+
+
+def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
+    """Writes MiniMax M2; inverse of ``read_minimax_m2``."""
+    _, keys = experts_keys(config)
+    keys = renamed(keys, num_experts="num_local_experts", norm_topk_prob=None)
+    return keys | {"router_aux_loss_coef": 0.0}
+
+
+def read_ernie_moe(keys: Keys) -> ModelConfig:
+    """Reads ERNIE 4.5 with experts: softmax scores with a correction, in some of the layers."""
+    keys.ignore(*LOSSES, "moe_norm_min")
+    keys.expect("moe_use_aux_free", (True, None), "its router always has a bias")
+    dense = read_ernie(keys)
+    width = keys.integer("moe_intermediate_size")
+    named = keys.named_as(num_experts="moe_num_experts", num_experts_per_tok="moe_k")
+    routing = RoutingConfig(correction_bias=True)
+    bias = keys.flag("use_bias", False)
+    if bias:
+        raise ConfigError("use_bias=true with experts: implementations differ in which have biases")
+    sparse = read_experts(
+        named,
+        dense,
+        routing=routing,
+        shared_hidden_dim=width * keys.integer("moe_num_shared_experts", 2),
+    )
+    first, every = keys.integer("moe_layer_start_index", 1), keys.integer("moe_layer_interval", 1)
+    last = keys.integer("moe_layer_end_index", -1)
+    last = dense.num_layers - 1 if last == -1 else last
+    layer = sparse.blocks[0].feed_forward
+    assert isinstance(layer, ExpertsConfig), "read_experts"
+    return routed(
+        dense,
+        [
+            layer if (i + 1) % every == 0 and first <= i <= last else None
+            for i in range(dense.num_layers)
+        ],
+    )
+
+
+def write_ernie_moe(config: ModelConfig) -> dict[str, Any]:
+    """Writes ERNIE 4.5 with experts; inverse of ``read_ernie_moe``."""
+    _, experts, _ = layers_of(config)
+    _, keys = experts_keys(config)
+    has = routes(config)
+    first = has.index(True)
+    last = len(has) - 1 - has[::-1].index(True)
+    every = next((n for n in range(1, len(has) + 1) if _at(has, first, last, n)), 1)
+    keys = renamed(
+        keys, num_experts="moe_num_experts", num_experts_per_tok="moe_k", norm_topk_prob=None
+    )
+    return keys | {
+        "use_bias": False,
+        "moe_intermediate_size": experts.hidden_dim,
+        "moe_num_shared_experts": experts.shared_hidden_dim // experts.hidden_dim,
+        "moe_layer_start_index": first,
+        "moe_layer_end_index": last,
+        "moe_layer_interval": every,
+    }
+
+
+def _at(has: list[bool], first: int, last: int, every: int) -> bool:
+    """Whether these layers are every n-th from first to last."""
+    wanted = [first <= i <= last and (i + 1) % every == 0 for i in range(len(has))]
+    return wanted == has
+
+
+def read_hunyuan_moe(keys: Keys) -> ModelConfig:
+    """Reads Hunyuan with experts in every layer and one shared expert as wide as they are."""
+    keys.ignore(*LOSSES, "moe_drop_tokens", "moe_random_routing_dropped_token", "capacity_factor")
+    keys.expect("use_mixed_mlp_moe", (True, None), "there is a shared expert here")
+    keys.expect("norm_topk_prob", (True, None), "weights of experts sum to 1 here")
+    keys.expect("moe_layer_num_skipped", (0, None), "every layer has experts here")
+    for name in ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size"):
+        _as_number(keys, name)
+    dense = hunyuan_decoder(keys)
+    width = keys.integer("intermediate_size")
+    named = keys.named_as(num_experts_per_tok="moe_topk")
+    return read_experts(named, dense, width_key="intermediate_size", shared_hidden_dim=width)
+
+
+def _as_number(keys: Keys, name: str) -> None:
+    if isinstance(keys.raw(name), list | tuple):
+        raise ConfigError(f"{name} with a number for each layer: layers are alike here")
+    if name in ("num_shared_expert", "moe_intermediate_size"):
+        width = keys.integer("intermediate_size")
+        allowed = (1, None) if name == "num_shared_expert" else (width, None)
+        keys.expect(name, allowed, "the shared expert is one, as wide as the others")
+
+
+def write_hunyuan_moe(config: ModelConfig) -> dict[str, Any]:
+    """Writes Hunyuan with experts; inverse of ``read_hunyuan_moe``."""
+    _, keys = experts_keys(without_alpha(config))
+    keys = renamed(keys, num_experts_per_tok="moe_topk", norm_topk_prob=None)
+    return hunyuan_keys(config, keys)
+
+
+def read_phimoe(keys: Keys) -> ModelConfig:
+    """Reads Phi-3.5-MoE: LayerNorm, biases, and SparseMixer's two experts (arXiv 2409.12136)."""
+    keys.require("num_key_value_heads", "num_local_experts")
+    keys.ignore(*LOSSES, "input_jitter_noise")
+    keys.expect("num_experts_per_tok", (2,), "SparseMixer chooses two experts")
+    bias = keys.flag("attention_bias", False)
+    dense = decoder_config(
+        keys,
+        norm=NormConfig(kind=NormKind.LAYER, epsilon=keys.number("rms_norm_eps"), bias=True),
+        windows=(keys.integer("sliding_window", None),),
+        original_max_positions=4096,
+        default_theta=1e6,
+        qkv_bias=bias,
+        out_bias=bias,
+        model={"logit_bias": keys.flag("lm_head_bias", False)},
+    )
+    routing = RoutingConfig(
+        scoring=Scoring.SPARSE_MIXER, tolerance=2.0 * keys.number("router_jitter_noise", 0.01)
+    )
+    return read_experts(
+        keys.named_as(num_experts="num_local_experts"),
+        dense,
+        width_key="intermediate_size",
+        routing=routing,
+    )
+
+
+def write_phimoe(config: ModelConfig) -> dict[str, Any]:
+    """Writes Phi-3.5-MoE; inverse of ``read_phimoe``."""
+    attention, keys = experts_keys(config)
+    _, experts, _ = layers_of(config)
+    keys = renamed(keys, num_experts="num_local_experts", norm_topk_prob=None, head_dim=None)
+    return keys | {
+        "attention_bias": attention.out_bias,
+        "sliding_window": attention.window,
+        "lm_head_bias": config.logit_bias,
+        "router_jitter_noise": experts.routing.tolerance / 2.0,
+    }
+
+
+MINIMAX_M2 = dataclasses.replace(
+    LLAMA,
+    layer=(
+        *(*PRE_NORMS, *QKV, *OUT),
+        *norm("self_attn.q_norm", "attention/query_norm", "(N H) -> N H"),
+        *norm("self_attn.k_norm", "attention/key_norm", "(K H) -> K H"),
+        *experts(*("block_sparse_moe", "w1", "w3", "w2"), correction="e_score_correction_bias"),
+    ),
+)
+ERNIE_MOE = dataclasses.replace(
+    LLAMA,
+    layer=(
+        *LLAMA.layer,
+        *experts(
+            *("mlp", *PROJECTIONS),
+            shared="shared_experts",
+            correction="moe_statics.e_score_correction_bias",
+            correction_layout="1 E -> E",
+        ),
+    ),
+)
+HUNYUAN_MOE = dataclasses.replace(
+    LLAMA,
+    layer=(
+        *HUNYUAN_ATTENTION,
+        *experts("mlp", *PROJECTIONS, shared="shared_mlp", router="gate.wg.weight"),
+    ),
+)
+PHIMOE = dataclasses.replace(
+    MIXTRAL, outside=(*OUTSIDE, rule("lm_head.bias", "logit_bias", "V -> V"))
+)

@@ -1,0 +1,205 @@
+"""Families of Hugging Face models against the reference implementation (tests/golden/families).
+
+The models' weights are made from their tensors' names and shapes on both sides.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.model_directory import read_model_directory, write_hf, write_ours
+from jaxinfra.data.batch import Batch
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import by_path, from_hf_config, to_hf_config, weight_map
+from jaxinfra.hf.config import FAMILIES
+from jaxinfra.model.definition import define_model, merged, only
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.training.gradients import hidden_loss
+from tests.generation import served
+from tests.golden.families.seeded_weights import digest, values
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
+CASES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+OTHERS = list((GOLDEN.parent / "hf").glob("*/config.json"))
+QUICK = ("cohere_odd", "gemma3", "glm4_moe_odd", "falcon_odd", "llama4", "olmo2_odd")
+PROMPT, NEW = 7, 12
+
+
+@functools.cache
+def described(name):
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+@functools.cache
+def golden(name):
+    with np.load(GOLDEN / f"{name}.npz") as arrays:
+        return dict(arrays)
+
+
+def weights_of(config, model_type):
+    definition = define_model(config, execution_on())
+    return weight_map(model_type, config, definition.arrays)
+
+
+def write_directory(name, path):
+    """The model directory that the reference implementation read."""
+    values_of = described(name)["config"]
+    tensors = weights_of(from_hf_config(values_of), values_of["model_type"]).tensors
+    shapes = {each.name: each.shape for each in tensors.values()}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values_of))
+    save_file({n: values(n, s) for n, s in shapes.items()}, path / "model.safetensors")
+    return shapes
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    shapes = write_directory(request.param, path)
+    assert digest(shapes) == described(request.param)["tensors"], sorted(shapes)
+    return request.param, path, load_pretrained(path)
+
+
+def test_every_family_has_two_cases():
+    here = [described(name)["config"]["model_type"] for name in CASES]
+    elsewhere = {json.loads(path.read_text())["model_type"] for path in OTHERS}
+    assert {*here} | elsewhere == {*FAMILIES}
+    assert all(here.count(each) >= 2 for each in here)
+
+
+@jax.jit
+def logits(decoder, ids):
+    return decoder(ids)
+
+
+@pytest.mark.quick_cases(*QUICK)
+def test_logits_gradients_and_text(case):
+    name, path, model = case
+    arrays, definition = golden(name), model.definition
+    ids = arrays["ids"].astype(np.int32)
+    decoder = definition.bind(model.parameters)
+    got = np.asarray(logits(decoder, ids))
+    assert np.max(np.abs(got - arrays["logits"])) < 1e-4
+    assert_gradient(model, ids, arrays["gradient"])
+    assert_greedy(decoder, ids)
+    assert_round_trip(path)
+
+
+def assert_gradient(model, ids, want):
+    state = only(model.parameters, model.definition.state_shapes)
+
+    @jax.jit
+    @jax.grad
+    def gradient(parameters):
+        nll = -jax.nn.log_softmax(model.definition.bind(merged(parameters, state))(ids)[:, :-1])
+        return jnp.mean(jnp.take_along_axis(nll, ids[:, 1:, None], axis=-1))
+
+    found = by_path(gradient(only(model.parameters, model.definition.shapes)))
+    error = np.max(np.abs(np.asarray(found["embedding/table"]) - want))
+    assert error <= 1e-5 * np.max(np.abs(want)), error / np.max(np.abs(want))
+
+
+def assert_greedy(decoder, ids):
+    """The engine's text is the largest logits' of the whole text so far, without a cache."""
+    prompts = [ids[0, :PROMPT], ids[1, : PROMPT + 3]]
+    texts = [prompt.tolist() for prompt in prompts]
+    for each in served(decoder, prompts, max_new_tokens=NEW, sampling=GREEDY):
+        texts[each.row].append(each.token)
+    for prompt, text in zip(prompts, texts, strict=True):
+        padded = np.zeros((1, PROMPT + 3 + NEW), np.int32)
+        padded[0, : len(text)] = text
+        whole = np.asarray(logits(decoder, padded))[0, len(prompt) - 1 : len(text) - 1]
+        np.testing.assert_array_equal(text[len(prompt) :], np.argmax(whole, axis=-1))
+
+
+def assert_round_trip(path):
+    """Bitwise, through our own layout, with a config that reads back as the same model."""
+    given = read_model_directory(path)
+    definition = define_model(given.config, execution_on())
+    options = dict(hf=given.hf, tokenizer_directory=path, dtype=None, max_shard_bytes=10**9)
+    write_ours(given.open(definition), definition, path / "ours", **options)
+    ours = read_model_directory(path / "ours").open(definition)
+    write_hf(ours, definition, path / "back", **options)
+    first, back = load_file(path / "model.safetensors"), load_file(path / "back/model.safetensors")
+    assert first.keys() == back.keys()
+    assert all(first[name].tobytes() == back[name].tobytes() for name in first)
+    model_type = given.hf["model_type"]
+    assert from_hf_config(to_hf_config(given.config, model_type=model_type)) == given.config
+
+
+# As releases before transformers 5, or makers of models, wrote what the cases' configs say.
+OLDER = {
+    "gemma3": {"rope_local_base_freq": 1e4, "rope_theta": 1e6}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "olmo3": {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10_000},
+    "stablelm": {"partial_rotary_factor": 0.25, "rope_theta": 10_000},
+    "minimax_m2": {"rotary_dim": 4, "rope_theta": 5e6, "use_qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_keys_say_the_same(name):
+    newer = described(name)["config"]
+    older = {key: value for key, value in newer.items() if key != "rope_parameters"}
+    if name == "olmo3":
+        newer["rope_parameters"]["sliding_attention"]["rope_theta"] = 1e4
+        older["rope_scaling"] = {"original_max_position_embeddings": 16}
+    for key, value in OLDER[name].items():
+        older[key] = {**older.get(key, {}), **value} if isinstance(value, dict) else value
+    assert from_hf_config(older) == from_hf_config(newer)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("cohere", "use_parallel_block", False, "side by side"),
+        ("gemma3", "attn_logit_softcapping", 50.0, "implementations differ"),
+        ("opt", "do_layer_norm_before", False, "OPT-350m"),
+        ("opt", "word_embed_proj_dim", 16, "as wide as the model"),
+        ("bloom", "apply_residual_connection_post_layernorm", True, "normalized values"),
+        ("mpt", "attn_config", {"qk_ln": True}, "plain causal"),
+        ("falcon", "alibi_bias", 3, "unknown keys"),
+        ("llama4", "num_experts_per_tok", 2, "scales_inputs"),
+        ("smollm3", "no_rope_layers", [1, 0], "no_rope_layers"),
+        ("minimax_m2", "attn_type_list", [1, 0, 1], "full attention"),
+        ("phimoe", "num_experts_per_tok", 4, "SparseMixer"),
+        ("olmo2", "clip_qkv", 8.0, "unknown keys"),
+        ("granite", "residual_multiplier", 0.0, "positive"),
+        ("exaone4", "layer_types", ["chunked_attention"] * 4, "not supported"),
+        ("ernie4_5_moe", "use_bias", True, "implementations differ"),
+        ("hunyuan_moe", "moe_topk", [1, 2], "alike"),
+        ("ministral3", "attention_bias", True, "no such bias"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(name, key, value, said):
+    with pytest.raises(ConfigError, match=said):
+        from_hf_config(described(name)["config"] | {key: value})
+
+
+def test_the_loss_has_the_bias_of_logits(tmp_path):
+    write_directory("phi", tmp_path)
+    model = load_pretrained(tmp_path)
+    ids = golden("phi")["ids"].astype(np.int32)
+    batch = Batch(
+        tokens=jnp.asarray(ids[:, :-1]),
+        targets=jnp.asarray(ids[:, 1:]),
+        weights=jnp.ones(ids[:, 1:].shape, jnp.float32),
+        segment_ids=None,
+        positions=None,
+    )
+    decoder = model.definition.bind(model.parameters)
+    hidden = decoder.hidden(batch.tokens)
+    options = dict(z_loss=0.0, label_smoothing=0.0, loss=None)
+    got = hidden_loss(model.definition, model.parameters, hidden, batch, **options).nll
+    each = jax.nn.log_softmax(decoder.logits(hidden))
+    want = -jnp.sum(jnp.take_along_axis(each, ids[:, 1:, None], axis=-1))
+    assert abs(float(got) - float(want)) <= 1e-5 * float(want)
