@@ -239,11 +239,13 @@ def without_alpha(config: ModelConfig) -> ModelConfig:
     """Returns the model with an unscaled rotation where alpha scales it, for shared writers."""
 
     def changed(block: BlockConfig) -> BlockConfig:
-        rope = block.mixer.rope
-        if rope is None or not isinstance(rope.scaling, NtkScaling):
+        mixer = block.mixer
+        if not isinstance(mixer, GroupedAttentionConfig) or mixer.rope is None:
             return block
-        plain = dataclasses.replace(rope, scaling=None)
-        return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=plain))
+        if not isinstance(mixer.rope.scaling, NtkScaling):
+            return block
+        plain = dataclasses.replace(mixer.rope, scaling=None)
+        return dataclasses.replace(block, mixer=dataclasses.replace(mixer, rope=plain))
 
     stacks = tuple(
         dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern)))
