@@ -41,6 +41,8 @@ from jaxinfra.hf import (
     own_weight_map,
     plain_hf_config,
     quantization_of,
+    text_name,
+    text_part,
     to_hf_config,
     weight_map,
 )
@@ -65,10 +67,13 @@ class ModelDirectory:
     config: ModelConfig
     is_hf: bool  # the layout is that of Hugging Face
     hf: Mapping[str, Any] | None  # its config as found there, or where it came from
+    is_part: bool = False  # the text part of a model of images and text
 
     def open(self, definition: ModelDefinition) -> ParameterSource:
         """Opens the weights and checks every tensor's name and shape, without reading elements."""
         files = open_tensor_files(self.path)
+        if self.is_part:
+            files = files.renamed(text_name)
         if self.is_hf:
             assert self.hf is not None
             files = plain_tensors(files, quantization_of(self.hf))
@@ -93,7 +98,11 @@ def read_model_directory(path: Path) -> ModelDirectory:
         )
     try:
         if "model_type" in values:
-            return ModelDirectory(path=path, config=from_hf_config(values), is_hf=True, hf=values)
+            hf = text_part(values)
+            config = from_hf_config(hf)
+            return ModelDirectory(
+                path=path, config=config, is_hf=True, hf=hf, is_part=hf is not values
+            )
         require_type(values, _Ours, where="", error=ConfigError)
         config = codec.from_dict(ModelConfig, values["model"])
     except ConfigError as error:

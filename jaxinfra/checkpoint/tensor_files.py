@@ -62,6 +62,12 @@ class TensorFiles:
     directory: Path
     tensors: Mapping[str, StoredTensor]
 
+    def renamed(self, rename: Callable[[str], str | None]) -> "TensorFiles":
+        """Returns the same tensors under other names, without those that get none."""
+        named = ((rename(name), tensor) for name, tensor in self.tensors.items())
+        tensors = {name: tensor for name, tensor in named if name is not None}
+        return TensorFiles(directory=self.directory, tensors=tensors)
+
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of a tensor as a view of the mapped file, for the caller to copy.
 

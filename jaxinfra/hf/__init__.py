@@ -8,4 +8,6 @@ from jaxinfra.hf.config import to_hf_config as to_hf_config
 from jaxinfra.hf.mapping import WeightMap as WeightMap
 from jaxinfra.hf.mapping import own_weight_map as own_weight_map
 from jaxinfra.hf.mapping import weight_map as weight_map
+from jaxinfra.hf.text_part import text_name as text_name
+from jaxinfra.hf.text_part import text_part as text_part
 from jaxinfra.model.definition import by_path as by_path

@@ -27,6 +27,7 @@ from jaxinfra.hf import (
 )
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.quantization import Quantization, read_quantization
+from jaxinfra.hf.text_part import text_part
 from jaxinfra.runtime.files import is_of_type
 
 
@@ -56,7 +57,7 @@ FAMILIES = {
         "Gemma2ForCausalLM", families.read_gemma2, families.write_gemma2, weights.GEMMA2
     ),
     "phi3": Family("Phi3ForCausalLM", families.read_phi3, families.write_phi3, weights.PHI3),
-    "gpt2": Family("GPT2LMHeadModel", families.read_gpt2, families.write_gpt2, weights.GPT2),
+    "gpt2": Family("GPT2LMHeadModel", gpt_kin.read_gpt2, gpt_kin.write_gpt2, weights.GPT2),
     "mixtral": Family(
         "MixtralForCausalLM", sparse.read_mixtral, sparse.write_mixtral, weights.MIXTRAL
     ),
@@ -76,6 +77,12 @@ FAMILIES = {
         weights.DEEPSEEK,
     ),
     "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        deepseek.read_deepseek_v3,
+        deepseek.write_deepseek_v3,
+        weights.DEEPSEEK,
+    ),
+    "kimi_k2": Family(
         "DeepseekV3ForCausalLM",
         deepseek.read_deepseek_v3,
         deepseek.write_deepseek_v3,
@@ -214,12 +221,13 @@ FAMILIES = {
 
 
 def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Reads the model that a Hugging Face ``config.json`` describes.
+    """Reads the model that a Hugging Face ``config.json`` describes, of images only the text part.
 
     Raises:
         ConfigError: an architecture, key or value is not supported and would change the result; the
             message names it.
     """
+    values = text_part(values)
     model_type = model_type_of(values)
     family = FAMILIES[model_type]
     architectures = values.get("architectures")

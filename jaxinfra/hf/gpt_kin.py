@@ -1,4 +1,4 @@
-"""Configs of GPT-NeoX, GPT-J, GPT-Neo and OPT, both ways."""
+"""Configs of GPT-2, GPT-NeoX, GPT-J, GPT-Neo and OPT, both ways."""
 
 from typing import Any
 
@@ -19,6 +19,57 @@ _GPT_NAMES = {
     "intermediate_size": "n_inner",
     "hidden_act": "activation_function",
 }
+
+
+def read_gpt2(keys: Keys) -> ModelConfig:
+    """Reads GPT-2: learned positions, LayerNorm, biases everywhere."""
+    width, heads = keys.integer("n_embd"), keys.integer("n_head")
+    keys.expect("n_ctx", (keys.integer("n_positions"),), "it must equal n_positions")
+    named = keys.named_as(**_GPT_NAMES)
+    return decoder_config(
+        named,
+        num_kv_heads=heads,
+        hidden_dim=keys.integer("n_inner", 4 * width),
+        layers=[{"scale": scale} for scale in _gpt2_scales(keys, width // heads)],
+        norm=layer_norm(keys, "layer_norm_epsilon"),
+        has_rope=False,
+        activation_default="gelu_new",
+        gated=False,
+        mlp_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        tied_by_default=True,
+        model={"learned_positions": True, "dropout_rate": keys.number("resid_pdrop", 0.1)},
+    )
+
+
+def _gpt2_scales(keys: Keys, head_dim: int) -> list[float | None]:
+    """Factor of each layer's scores; None: 1/sqrt(head_dim)."""
+    is_scaled = keys.flag("scale_attn_weights", True)
+    if not keys.flag("scale_attn_by_inverse_layer_idx", False):
+        return [None if is_scaled else 1.0] * keys.integer("n_layer")
+    base = head_dim**-0.5 if is_scaled else 1.0
+    return [base / (i + 1) for i in range(keys.integer("n_layer"))]
+
+
+def write_gpt2(config: ModelConfig) -> dict[str, Any]:
+    """Writes GPT-2; inverse of ``read_gpt2``."""
+    attention, _ = dense_block(config)
+    keys = renamed(
+        decoder_keys(config),
+        **_GPT_NAMES,
+        rms_norm_eps="layer_norm_epsilon",
+        head_dim=None,
+        num_key_value_heads=None,
+    )
+    is_scaled = attention.scale in (None, attention.head_dim**-0.5)
+    return keys | {
+        "scale_attn_weights": is_scaled,
+        "scale_attn_by_inverse_layer_idx": len({each.mixer.scale for each in config.blocks}) > 1,
+        "resid_pdrop": config.dropout_rate,
+        "embd_pdrop": config.dropout_rate,
+        "attn_pdrop": 0.0,
+    }
 
 
 def read_gpt_neox(keys: Keys) -> ModelConfig:

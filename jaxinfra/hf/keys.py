@@ -6,7 +6,8 @@ from typing import Any
 from jaxinfra.config.limits import require_within
 from jaxinfra.errors import ConfigError
 
-_MISSING = object()
+REQUIRED = object()
+"""Default of a key that a config must have."""
 
 # Keys that no logit depends on: bookkeeping, defaults of generation, dropout (training only; ours
 # is a choice of the run), and switches of how the reference implementation computes the same.
@@ -82,7 +83,7 @@ class Keys:
         found._read = self._read
         return found
 
-    def integer(self, name: str, default: Any = _MISSING) -> Any:
+    def integer(self, name: str, default: Any = REQUIRED) -> Any:
         """Reads a whole number, bounded if it sizes a list of layers; the default may be None."""
         value = self._typed(name, default, (int,))
         if value is not None and abs(value) > _LARGEST:
@@ -110,12 +111,12 @@ class Keys:
             if name not in self._values:
                 raise ConfigError(f"{self._what}: required key {name!r} is missing{_ADD}")
 
-    def number(self, name: str, default: Any = _MISSING) -> Any:
+    def number(self, name: str, default: Any = REQUIRED) -> Any:
         """Reads a number as float; the default may be None."""
         value = self._typed(name, default, (int, float))
         return None if value is None else self._float(name, value)
 
-    def flag(self, name: str, default: Any = _MISSING) -> bool:
+    def flag(self, name: str, default: Any = REQUIRED) -> bool:
         """Reads true or false; null counts as missing unless the default is true."""
         if default is True and self._values.get(name, True) is None:
             raise ConfigError(
@@ -124,7 +125,7 @@ class Keys:
             )
         return self._typed(name, default, (bool,))
 
-    def text(self, name: str, default: Any = _MISSING) -> Any:
+    def text(self, name: str, default: Any = REQUIRED) -> Any:
         """Returns the string under a key of the config, or ``default`` where the key is missing."""
         return self._typed(name, default, (str,))
 
@@ -132,7 +133,7 @@ class Keys:
         """Returns the value of a key as it is, without noting it as read; None if missing."""
         return self._values.get(name)
 
-    def sequence(self, name: str, default: Any = _MISSING) -> Any:
+    def sequence(self, name: str, default: Any = REQUIRED) -> Any:
         """Reads a list as a tuple; the default may be None."""
         value = self._typed(name, default, (list, tuple))
         return None if value is None else tuple(value)
@@ -163,7 +164,7 @@ class Keys:
         if not any(value is each or value == each for each in allowed):
             raise ConfigError(f"{self._what}: {name}={value!r}: {reason}")
 
-    def choice(self, name: str, choices: Mapping[str, Any], default: Any = _MISSING) -> Any:
+    def choice(self, name: str, choices: Mapping[str, Any], default: Any = REQUIRED) -> Any:
         """Maps a name to its value in a table of choices."""
         value = self.text(name, default)
         if value not in choices:
@@ -196,7 +197,7 @@ class Keys:
         self._read.add(name)
         value = self._values.get(name)
         if value is None:  # the reference implementation takes null for "not given" too
-            if default is _MISSING:
+            if default is REQUIRED:
                 raise ConfigError(f"{self._what}: required key {name!r} is missing{_ADD}")
             return default
         # JSON's true is an int in Python, and no number.

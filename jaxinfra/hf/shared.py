@@ -20,7 +20,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import REQUIRED, Keys
 from jaxinfra.hf.rope import read_rope, write_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -68,6 +68,7 @@ def decoder_config(
     has_rope: bool = True,
     activation_key: str = "hidden_act",
     activation: MlpKind | None = None,
+    activation_default: Any = REQUIRED,
     gated: bool = True,
     mlp_bias: bool = False,
     mixer: Callable[[RopeConfig], MixerConfig] | None = None,
@@ -91,6 +92,7 @@ def decoder_config(
         rope: rotary embedding of layers that have none of their own; None: read from the config.
         has_rope: whether the architecture rotates queries and keys at all.
         activation: activation of feed-forward layers; None: read from ``activation_key``.
+        activation_default: name of the activation where the config has none.
         gated: whether that activation has a gate projection.
         mixer: mixer that replaces grouped attention, including its rotary embedding.
         partial_rotary: whether the architecture may rotate only a fraction of each head.
@@ -118,7 +120,8 @@ def decoder_config(
         )
     mlp = MlpConfig(
         hidden_dim=hidden_dim or keys.integer("intermediate_size"),
-        kind=activation or keys.choice(activation_key, _GATED if gated else _UNGATED),
+        kind=activation
+        or keys.choice(activation_key, _GATED if gated else _UNGATED, activation_default),
         bias=mlp_bias,
     )
     each_layer = period([{"window": w} for w in windows] if layers is None else layers)

@@ -71,8 +71,19 @@ def case(request, tmp_path_factory):
 def test_every_family_has_two_cases():
     here = [described(name)["config"]["model_type"] for name in CASES]
     elsewhere = {json.loads(path.read_text())["model_type"] for path in OTHERS}
-    assert {*here} | elsewhere == {*FAMILIES}
+    assert {*here, "kimi_k2"} | elsewhere == {*FAMILIES}
     assert all(here.count(each) >= 2 for each in here)
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name():
+    values = json.loads((GOLDEN.parent / "hf" / "deepseek_v3" / "config.json").read_text())
+    assert from_hf_config(values | {"model_type": "kimi_k2"}) == from_hf_config(values)
+
+
+def test_the_page_names_every_family():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert {*FAMILIES} <= rows, {*FAMILIES} - rows
 
 
 @jax.jit
@@ -203,3 +214,31 @@ def test_the_loss_has_the_bias_of_logits(tmp_path):
     each = jax.nn.log_softmax(decoder.logits(hidden))
     want = -jnp.sum(jnp.take_along_axis(each, ids[:, 1:, None], axis=-1))
     assert abs(float(got) - float(want)) <= 1e-5 * float(want)
+
+
+@pytest.mark.parametrize(
+    ("whole", "inner", "root"),
+    [
+        ("gemma3", "gemma3", "language_model.model."),
+        ("mistral3", "ministral3_odd", "language_model.model."),
+        ("qwen2_vl", "qwen2", "model.language_model."),
+    ],
+)
+def test_the_text_part_of_a_model_of_images_is_read(whole, inner, root, tmp_path):
+    if inner == "qwen2":
+        source = GOLDEN.parent / "hf" / inner
+        text = json.loads((source / "config.json").read_text()) | {"model_type": "qwen2_vl_text"}
+        text["rope_parameters"] |= {"mrope_section": [2, 1, 1]}
+    else:
+        source, text = tmp_path / "text", described(inner)["config"]
+        write_directory(inner, source)
+    config = {"model_type": whole, "text_config": text, "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = load_file(source / "model.safetensors")
+    tensors = {name.replace("model.", root, 1): value for name, value in stored.items()}
+    tensors["vision_tower.patches.weight"] = np.ones((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    plain, found = load_pretrained(source), load_pretrained(tmp_path)
+    assert found.definition.config == plain.definition.config
+    jax.tree.map(np.testing.assert_array_equal, found.parameters, plain.parameters)
+    assert read_model_directory(tmp_path).hf["model_type"] in FAMILIES

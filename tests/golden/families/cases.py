@@ -39,6 +39,7 @@ _GPT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+_GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -385,6 +386,20 @@ CASES: dict[str, dict[str, Any]] = {
         hidden_act="gelu_new",
         tie_word_embeddings=True,
         rope_parameters=_rope(500.0, partial_rotary_factor=1.0),
+    ),
+    "gpt2": _bare(
+        "gpt2",
+        **_GPT2,
+        scale_attn_by_inverse_layer_idx=True,
+        tie_word_embeddings=False,
+    ),
+    "gpt2_odd": _bare(
+        "gpt2",
+        **_GPT2,
+        scale_attn_by_inverse_layer_idx=True,
+        scale_attn_weights=False,
+        activation_function="relu",
+        n_inner=40,
     ),
     "gptj": _bare("gptj", rotary_dim=4, n_positions=64, n_embd=32, n_layer=3, n_head=4),
     "gptj_odd": _bare(
