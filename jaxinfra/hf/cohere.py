@@ -36,6 +36,7 @@ def read_cohere2(keys: Keys) -> ModelConfig:
     """Reads Command R7B and A: layers with a window are rotated, the others are not."""
     keys.require("sliding_window")
     num_layers, every = keys.integer("num_hidden_layers"), keys.integer("sliding_window_pattern", 4)
+    keys.expect("layer_switch", (every, None), "sliding_window_pattern says otherwise")
     default = [SLIDING if (i + 1) % every else FULL for i in range(num_layers)]
     types = keys.sequence("layer_types", default)
     windows = typed_windows(types, keys.integer("sliding_window", None), num_layers=num_layers)

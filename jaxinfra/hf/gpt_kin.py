@@ -115,7 +115,7 @@ def read_gptj(keys: Keys) -> ModelConfig:
     """Reads GPT-J: layers side by side behind one norm, neighbours of a part of heads rotated."""
     width = keys.integer("n_embd")
     head_dim = width // keys.integer("n_head")
-    rotated = keys.integer("rotary_dim", 64)
+    rotated = keys.integer("rotary_dim")
     keys.expect("rotary", (True, None), "queries and keys are rotated here")
     keys.expect("scale_attn_weights", (True, None), "scores are divided by sqrt(head_dim) here")
     keys.ignore("gradient_checkpointing", "n_ctx")

@@ -28,6 +28,7 @@ _NEUTRAL_NAMES = """
     begin_suppress_tokens
     _num_labels n_special predict_special_tokens output_past max_sequence_length
     is_llama_config transformers.js_config
+    hidden_dropout_prob attention_probs_dropout_prob
     hidden_dropout residual_dropout embedding_dropout resid_dropout embed_dropout emb_pdrop
     _sliding_window_pattern init_device
 """

@@ -26,6 +26,11 @@ def read_starcoder2(keys: Keys) -> ModelConfig:
     keys.require("num_key_value_heads")
     keys.expect("norm_type", ("layer_norm", None), "norms are LayerNorm here")
     keys.expect("mlp_type", ("default", None), "feed-forward layers have no gate here")
+    keys.expect("activation_function", (keys.text("hidden_act"), None), "hidden_act says otherwise")
+    keys.expect("scale_attn_weights", (True, None), "scores are divided by sqrt(head_dim) here")
+    epsilon = keys.number("norm_epsilon", 1e-5)
+    keys.expect("layer_norm_epsilon", (epsilon, None), "norm_epsilon says otherwise")
+    keys.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     bias = keys.flag("use_bias", True)
     return decoder_config(
         keys,
@@ -53,6 +58,7 @@ def write_starcoder2(config: ModelConfig) -> dict[str, Any]:
 
 def read_stablelm(keys: Keys) -> ModelConfig:
     """Reads StableLM: LayerNorm, a quarter of each head rotated; optionally side by side."""
+    keys.require("num_key_value_heads")
     is_parallel = keys.flag("use_parallel_residual", False)
     is_normed = keys.flag("qk_layernorm", False)
     return decoder_config(

@@ -78,7 +78,10 @@ def _layers(keys: Keys, num_layers: int) -> list[dict[str, Any]]:
     scaling = QueryScaling(
         rate=keys.number("attn_scale", 0.1), every=keys.integer("floor_scale", 8192), first=1
     )
-    grows = keys.flag("attn_temperature_tuning", True)
+    # A number in the first releases' configs.
+    tuning = keys.raw("attn_temperature_tuning")
+    keys.ignore("attn_temperature_tuning")
+    grows = tuning is None or bool(tuning)
     return [
         {
             "rope": bool(rotated),

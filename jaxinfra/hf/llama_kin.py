@@ -42,6 +42,7 @@ from jaxinfra.hf.weights import (
 
 def read_seed_oss(keys: Keys) -> ModelConfig:
     """Reads Seed-OSS: biases of queries, keys and values."""
+    keys.require("num_key_value_heads", "head_dim")
     return decoder_config(
         keys,
         qkv_bias=keys.flag("attention_bias", True),
@@ -62,6 +63,7 @@ def write_seed_oss(config: ModelConfig) -> dict[str, Any]:
 
 def read_helium(keys: Keys) -> ModelConfig:
     """Reads Helium: neighbours are rotated."""
+    keys.require("num_key_value_heads", "head_dim")
     return decoder_config(
         keys,
         pairs=RopePairs.NEIGHBOURS,
@@ -87,6 +89,9 @@ def read_arcee(keys: Keys) -> ModelConfig:
 
 def read_apertus(keys: Keys) -> ModelConfig:
     """Reads Apertus: xIELU without a gate, norms of heads."""
+    _require_rope(keys)
+    keys.expect("qk_norm", (True, None), "queries and keys are normalized here")
+    keys.expect("post_norm", (False, None), "norms are before layers here")
     bias = keys.flag("attention_bias", False)
     return decoder_config(
         keys,
@@ -100,11 +105,21 @@ def read_apertus(keys: Keys) -> ModelConfig:
 def write_biased(config: ModelConfig) -> dict[str, Any]:
     """Writes Arcee and Apertus; inverse of their readers."""
     attention, mlp = dense_block(config)
-    return decoder_keys(config) | {"attention_bias": attention.out_bias, "mlp_bias": mlp.bias}
+    return _with_scaling(decoder_keys(config)) | {
+        "attention_bias": attention.out_bias,
+        "mlp_bias": mlp.bias,
+    }
+
+
+def _with_scaling(keys: dict[str, Any]) -> dict[str, Any]:
+    """Names the scaling of a rotation that has none, since null may stand for another."""
+    return keys | {"rope_scaling": keys.get("rope_scaling") or {"rope_type": "default"}}
 
 
 def read_smollm3(keys: Keys) -> ModelConfig:
     """Reads SmolLM3: every fourth layer is not rotated."""
+    keys.require("num_key_value_heads")
+    keys.ignore("max_window_layers")
     num_layers = keys.integer("num_hidden_layers")
     every = keys.integer("no_rope_layer_interval", 4)
     has_rope = keys.sequence(
@@ -119,8 +134,6 @@ def read_smollm3(keys: Keys) -> ModelConfig:
         window = None
     default = [SLIDING if window and not each else FULL for each in has_rope]
     types = keys.sequence("layer_types", default)
-    if window is None:
-        types = [FULL] * num_layers
     windows = typed_windows(types, window, num_layers=num_layers)
     bias = keys.flag("attention_bias", False)
     rope = _rope(keys, default_theta=2e6)
@@ -136,6 +149,15 @@ def read_smollm3(keys: Keys) -> ModelConfig:
         mlp_bias=keys.flag("mlp_bias", False),
         tied_by_default=True,
     )
+
+
+def _require_rope(keys: Keys) -> None:
+    """Refuses a config without a rotation, which the reference implementation scales then."""
+    if not keys.mapping("rope_scaling") and not keys.mapping("rope_parameters"):
+        raise ConfigError(
+            "rope_scaling is missing or null, which the reference implementation takes for a "
+            'scaling; write what the model was trained with, {"rope_type": "default"} if unscaled'
+        )
 
 
 def _rope(keys: Keys, **more: Any) -> RopeConfig:
@@ -157,6 +179,7 @@ def read_exaone4(keys: Keys) -> ModelConfig:
     """Reads EXAONE 4: norms after each layer only; of layers with and without window, the latter
     are not rotated.
     """
+    keys.require("num_key_value_heads")
     num_layers = keys.integer("num_hidden_layers")
     window = keys.integer("sliding_window", None)
     types = keys.sequence("layer_types", None)
@@ -187,6 +210,12 @@ def _types(config: ModelConfig) -> dict[str, Any]:
 
 def read_ernie(keys: Keys) -> ModelConfig:
     """Reads ERNIE 4.5: neighbours are rotated."""
+    keys.require("head_dim")
+    return ernie_decoder(keys)
+
+
+def ernie_decoder(keys: Keys) -> ModelConfig:
+    """Reads what ERNIE's dense models and those with experts have in common."""
     keys.require("num_key_value_heads")
     bias = keys.flag("use_bias", False)
     return decoder_config(
@@ -213,6 +242,13 @@ def read_hunyuan(keys: Keys) -> ModelConfig:
 def hunyuan_decoder(keys: Keys, **more: Any) -> ModelConfig:
     """Reads what Hunyuan's dense models and those with experts have in common."""
     keys.ignore("eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "text_end_id")
+    keys.ignore("cla_share_factor", "dense_list", "class_num", "pool_type", "org_vocab_size")
+    keys.ignore("text_start_id", "mask_init_id", "skip_cls_token", "num_media_embeds")
+    keys.expect("norm_type", ("rms", None), "norms are RMSNorm here")
+    keys.expect("use_mla", (False, None), "attention is grouped here")
+    keys.expect("use_rotary_pos_emb", (True, None), "queries and keys are rotated here")
+    keys.expect("position_embedding_xdrope", (False, None), "positions are plain here")
+    keys.expect("add_classification_head", (False, None), "a language model is needed")
     keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
     keys.expect("use_cla", (False, None), "each layer has keys and values of its own")
     keys.expect("mlp_bias", (False, None), "feed-forward layers here have no biases")
@@ -267,6 +303,7 @@ def hunyuan_keys(config: ModelConfig, keys: dict[str, Any]) -> dict[str, Any]:
 
 def read_ministral(keys: Keys) -> ModelConfig:
     """Reads Ministral: Mistral with windows by layer."""
+    keys.require("num_key_value_heads")
     num_layers, window = keys.integer("num_hidden_layers"), keys.integer("sliding_window", None)
     types = keys.sequence("layer_types", [SLIDING if window else FULL] * num_layers)
     return decoder_config(keys, windows=typed_windows(types, window, num_layers=num_layers))
@@ -284,6 +321,8 @@ def write_ministral(config: ModelConfig) -> dict[str, Any]:
 
 def read_ministral3(keys: Keys) -> ModelConfig:
     """Reads Ministral 3: YaRN, and queries that grow with their position."""
+    keys.require("num_key_value_heads", "head_dim")
+    _require_rope(keys)
     known = ("llama_4_scaling_beta", "max_position_embeddings")
     values = keys.mapping("rope_parameters") or {}
     scaling = None
@@ -318,6 +357,8 @@ def write_ministral3(config: ModelConfig) -> dict[str, Any]:
 
 def read_cwm(keys: Keys) -> ModelConfig:
     """Reads CWM: Llama 3 with windows by layer."""
+    keys.require("num_key_value_heads", "head_dim")
+    _require_rope(keys)
     num_layers, window = keys.integer("num_hidden_layers"), keys.integer("sliding_window", None)
     default = [FULL if i % 4 == 0 else SLIDING for i in range(num_layers)]
     types = keys.sequence("layer_types", default)
@@ -331,7 +372,7 @@ def read_cwm(keys: Keys) -> ModelConfig:
 
 def write_cwm(config: ModelConfig) -> dict[str, Any]:
     """Writes CWM; inverse of ``read_cwm``."""
-    return write_ministral(config) | {"mlp_bias": dense_block(config)[1].bias}
+    return _with_scaling(write_ministral(config)) | {"mlp_bias": dense_block(config)[1].bias}
 
 
 EXAONE4 = dataclasses.replace(

@@ -6,6 +6,7 @@ from typing import Any
 from jaxinfra.config.kinds import NormKind, NormPlacement, QkNormOver
 from jaxinfra.config.model import ModelConfig, NormConfig
 from jaxinfra.config.rope import RopeConfig
+from jaxinfra.errors import ConfigError
 from jaxinfra.hf.gemma import ropes_by_type
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import read_rope, read_ropes_by_type, write_ropes_by_type
@@ -22,6 +23,7 @@ from jaxinfra.hf.shared import (
 from jaxinfra.hf.sparse import LOSSES, experts_keys, read_experts
 from jaxinfra.hf.weights import DOWN, GATE_UP, LLAMA, OUT, PROJECTIONS, QKV, experts, norm
 
+_THETA = 500_000.0
 _OVER_ALL = QkNormOver.ALL_HEADS
 
 
@@ -59,7 +61,12 @@ def read_olmo3(keys: Keys) -> ModelConfig:
     max_positions = keys.integer("max_position_embeddings")
     ropes = read_ropes_by_type(keys, (SLIDING, FULL), max_positions=max_positions)
     if ropes is None:
-        full = read_rope(keys, max_positions=max_positions, default_theta=500_000.0)
+        full = read_rope(keys, max_positions=max_positions, default_theta=_THETA)
+        if full.theta != _THETA:
+            raise ConfigError(
+                f"rope_theta={full.theta} for OLMo 3: releases of the reference differ in whether "
+                "layers with windows have it; write rope_parameters with an entry for each type"
+            )
         ropes = {SLIDING: RopeConfig(theta=full.theta), FULL: full}
     return _normed_after(
         keys,

@@ -19,7 +19,7 @@ from jaxinfra.config.rope import (
     YarnScaling,
 )
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import REQUIRED, Keys
 
 _LONGROPE_NAMES = ("longrope", "su")
 
@@ -85,13 +85,13 @@ def read_ropes_by_type(
         if entry is None:
             raise ConfigError(f"rope_parameters has no entry {name!r}; add it")
         rope = Keys(entry, what=f"rope_parameters {name}")
-        found[name] = _read_values(rope, 10_000.0, 1.0, max_positions, None)
+        found[name] = _read_values(rope, REQUIRED, 1.0, max_positions, None)
     nested.finish(neutral=())
     return found
 
 
 def _read_values(
-    rope: Keys, theta: float, fraction: float, max_positions: int, original: int | None
+    rope: Keys, theta: Any, fraction: float, max_positions: int, original: int | None
 ) -> RopeConfig:
     named = rope.integer("original_max_position_embeddings", max_positions)
     context = named if original is None else original

@@ -157,6 +157,11 @@ def read_falcon(keys: Keys) -> ModelConfig:
     num_norms = keys.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
     branches = Branches.SHARED_NORM if num_norms == 1 else Branches.PARALLEL
     width = keys.integer("hidden_size")
+    keys.expect(
+        "apply_residual_connection_post_layernorm",
+        (False, None),
+        "residual sums of normalized values",
+    )
     if keys.flag("alibi", False):
         keys.ignore("rope_parameters", "rope_theta", "rope_scaling")
     has_slopes, bias = keys.flag("alibi", False), keys.flag("bias", False)

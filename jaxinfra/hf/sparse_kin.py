@@ -7,16 +7,18 @@ from typing import Any
 
 from jaxinfra.config.kinds import NormKind, QkNormOver
 from jaxinfra.config.model import ExpertsConfig, ModelConfig, NormConfig
+from jaxinfra.config.rope import LongRopeScaling, RopeConfig
 from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.llama_kin import (
     HUNYUAN_ATTENTION,
+    ernie_decoder,
     hunyuan_decoder,
     hunyuan_keys,
-    read_ernie,
     without_alpha,
 )
+from jaxinfra.hf.rope import read_rope
 from jaxinfra.hf.shared import (
     FULL,
     decoder_config,
@@ -99,6 +101,7 @@ def read_minimax_m2(keys: Keys) -> ModelConfig:
         keys,
         partial_rotary=True,
         default_fraction=fraction,
+        default_theta=5e6,
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
         qk_norm_over=QkNormOver.ALL_HEADS,
     )
@@ -130,7 +133,7 @@ def read_ernie_moe(keys: Keys) -> ModelConfig:
     """Reads ERNIE 4.5 with experts: softmax scores with a correction, in some of the layers."""
     keys.ignore(*LOSSES, "moe_norm_min")
     keys.expect("moe_use_aux_free", (True, None), "its router always has a bias")
-    dense = read_ernie(keys)
+    dense = ernie_decoder(keys)
     width = keys.integer("moe_intermediate_size")
     named = keys.named_as(num_experts="moe_num_experts", num_experts_per_tok="moe_k")
     routing = RoutingConfig(correction_bias=True)
@@ -220,12 +223,18 @@ def read_phimoe(keys: Keys) -> ModelConfig:
     keys.ignore(*LOSSES, "input_jitter_noise")
     keys.expect("num_experts_per_tok", (2,), "SparseMixer chooses two experts")
     bias = keys.flag("attention_bias", False)
-    dense = decoder_config(
+    rope = read_rope(
         keys,
-        norm=NormConfig(kind=NormKind.LAYER, epsilon=keys.number("rms_norm_eps"), bias=True),
-        windows=(keys.integer("sliding_window", None),),
+        max_positions=keys.integer("max_position_embeddings"),
         original_max_positions=4096,
         default_theta=1e6,
+        known=("short_mscale", "long_mscale"),
+    )
+    dense = decoder_config(
+        keys,
+        rope=_with_mscale(keys, rope),
+        norm=NormConfig(kind=NormKind.LAYER, epsilon=keys.number("rms_norm_eps"), bias=True),
+        windows=(keys.integer("sliding_window", None),),
         qkv_bias=bias,
         out_bias=bias,
         model={"logit_bias": keys.flag("lm_head_bias", False)},
@@ -241,11 +250,27 @@ def read_phimoe(keys: Keys) -> ModelConfig:
     )
 
 
+def _with_mscale(keys: Keys, rope: RopeConfig) -> RopeConfig:
+    """Returns LongRoPE with Phi's own factor of cosines and sines, which has two names."""
+    values = keys.mapping("rope_parameters") or keys.mapping("rope_scaling") or {}
+    short, long = values.get("short_mscale"), values.get("long_mscale")
+    if not isinstance(rope.scaling, LongRopeScaling) or (short, long) == (None, None):
+        return rope
+    if short != long or not isinstance(short, int | float):
+        raise ConfigError(f"short_mscale={short} and long_mscale={long}: they must be equal here")
+    scaling = dataclasses.replace(rope.scaling, attention_factor=float(short))
+    return dataclasses.replace(rope, scaling=scaling)
+
+
 def write_phimoe(config: ModelConfig) -> dict[str, Any]:
     """Writes Phi-3.5-MoE; inverse of ``read_phimoe``."""
     attention, keys = experts_keys(config)
     _, experts, _ = layers_of(config)
     keys = renamed(keys, num_experts="num_local_experts", norm_topk_prob=None, head_dim=None)
+    scaling = None if attention.rope is None else attention.rope.scaling
+    if isinstance(scaling, LongRopeScaling):
+        factor = keys["rope_scaling"].pop("attention_factor")
+        keys["rope_scaling"] |= {"short_mscale": factor, "long_mscale": factor}
     return keys | {
         "attention_bias": attention.out_bias,
         "sliding_window": attention.window,

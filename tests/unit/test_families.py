@@ -150,7 +150,7 @@ def assert_round_trip(path):
 OLDER = {
     "gemma3": {"rope_local_base_freq": 1e4, "rope_theta": 1e6}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    "olmo3": {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "olmo3": {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}},
     "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10_000},
     "stablelm": {"partial_rotary_factor": 0.25, "rope_theta": 10_000},
     "minimax_m2": {"rotary_dim": 4, "rope_theta": 5e6, "use_qk_norm": True},
@@ -162,7 +162,7 @@ def test_older_keys_say_the_same(name):
     newer = described(name)["config"]
     older = {key: value for key, value in newer.items() if key != "rope_parameters"}
     if name == "olmo3":
-        newer["rope_parameters"]["sliding_attention"]["rope_theta"] = 1e4
+        newer["rope_parameters"]["full_attention"]["rope_theta"] = 5e5
         older["rope_scaling"] = {"original_max_position_embeddings": 16}
     for key, value in OLDER[name].items():
         older[key] = {**older.get(key, {}), **value} if isinstance(value, dict) else value
@@ -181,6 +181,10 @@ def test_older_keys_say_the_same(name):
         ("falcon", "alibi_bias", 3, "unknown keys"),
         ("llama4", "num_experts_per_tok", 2, "scales_inputs"),
         ("smollm3", "no_rope_layers", [1, 0], "no_rope_layers"),
+        ("smollm3_odd", "use_sliding_window", False, "no sliding_window"),
+        ("cwm", "rope_parameters", None, "takes for a scaling"),
+        ("gptj", "rotary_dim", None, "missing"),
+        ("falcon", "apply_residual_connection_post_layernorm", True, "normalized values"),
         ("minimax_m2", "attn_type_list", [1, 0, 1], "full attention"),
         ("phimoe", "num_experts_per_tok", 4, "SparseMixer"),
         ("olmo2", "clip_qkv", 8.0, "unknown keys"),
