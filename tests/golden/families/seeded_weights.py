@@ -14,13 +14,13 @@ _TABLES = ("embed", "wte", "wpe", "lm_head")
 
 
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a tensor: norms around 1, matrices so that attention is far from uniform."""
+    """Returns a tensor: norms around 0.6, matrices so that attention is far from uniform."""
     if not shape:  # constants, such as Apertus' slope of its activation
         return np.asarray(0.5 if name.endswith("beta") else -1e-6, np.float32)
     noise = np.random.default_rng([7, zlib.crc32(name.encode())]).standard_normal(shape)
     is_norm = "norm" in name or ".ln" in name or "layer_norm" in name
     if len(shape) == 1 or is_norm:
-        start = 1.0 if is_norm and name.endswith("weight") else 0.0
+        start = 0.6 if is_norm and name.endswith("weight") else 0.0
         values = start + 0.3 * noise
     elif any(each in name for each in _TABLES):
         values = 0.3 * noise
