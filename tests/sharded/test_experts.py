@@ -64,7 +64,7 @@ def check(case: Case) -> None:
 PER_EXPERT = ExchangeConfig(form=ExchangeForm.PER_EXPERT)
 # All that a step of experts can run on at once; each by itself is slow.
 CASES = {
-    "stages": Case(mesh=MeshConfig(pipe=2, fsdp=2, expert=2), accumulation=2, remat=Remat.DOTS),
+    "stages": Case(mesh=MeshConfig(pipe=2, fsdp=2, expert=2), accumulation=2),
 }
 MORE = {
     "stages and tensor": Case(
