@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
 import jax
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -159,6 +159,7 @@ class Progress:
         self._every = every
         self._quiet = quiet
         self._told_at = time.perf_counter()
+        self._status: RenderableType = ""  # of the last step, on the panel
         self._console = Console(file=sys.stdout, highlight=False)
         self._live = (
             Live(console=self._console, refresh_per_second=4)
@@ -182,14 +183,14 @@ class Progress:
             sys.stdout.flush()
 
     def evaluating(self, name: str, done: int, total: int | None) -> None:
-        """Shows how far an evaluation is: on the panel, or on a line every ten seconds."""
+        """Shows how far an evaluation is: below the panel, or on a line every ten seconds."""
         now = time.perf_counter()
         if done == 0:
             self._told_at = now
         of = "" if total is None else f" of {total}, {done / max(total, 1):.0%}"
         line = f"evaluating{'' if name == OWN else f' {name}'}: {done} batches{of}"
         if self._live is not None:
-            self._live.update(line)
+            self._live.update(Group(self._status, line))
         elif now - self._told_at > _TOLD_EVERY_S:
             self._told_at = now
             self.message(line)
@@ -210,6 +211,7 @@ class Progress:
             table = Table.grid(padding=(0, 2))
             table.add_row(*(name for name, _ in cells), style="dim")
             table.add_row(*(value for _, value in cells))
+            self._status = table
             self._live.update(table)
         else:
             self.message("  ".join(f"{name} {value}" for name, value in cells))
