@@ -80,8 +80,9 @@ def conversation_pieces(
             f"{is_long.sum():,} of {len(is_long):,} conversations are longer than "
             f"sequence_length={sequence_length} and {done} (data.too_long={too_long})"
         )
-    if not has_any.all():
-        said.append(f"{(~has_any).sum():,} without a token that counts are left out")
+    uncounted = ~has_any & ~is_long if too_long is TooLong.DROP else ~has_any
+    if uncounted.any():
+        said.append(f"{uncounted.sum():,} without a token that counts are left out")
     if not document.size:
         raise DataError(
             f"no conversation is left to train on: {'; '.join(said)}; raise "

@@ -102,7 +102,7 @@ def test_rows_are_filled_by_the_method(caplog):
 
 def test_what_is_left_out_is_said(caplog):
     caplog.set_level(logging.INFO)
-    rows(marked([5, 30, 5, 40], [True, True, False, True]))
+    rows(marked([5, 30, 5, 40], [True, False, False, True]))
     (said,) = caplog.messages
     assert "1 conversations in 1 rows, 25.0% full" in said
     assert "2 of 4 conversations are longer than sequence_length=20 and dropped" in said
