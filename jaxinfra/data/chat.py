@@ -167,6 +167,7 @@ class ChatEncoder:
 
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, ASSISTANT: ASSISTANT}
 _SHAREGPT_ROLES |= {"chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT, "system": "system"}
+_SHAREGPT_ROLES |= {"observation": "tool"}
 
 
 def as_messages(row: Mapping[str, Any], *, where: str) -> Any:
@@ -179,11 +180,11 @@ def as_messages(row: Mapping[str, Any], *, where: str) -> Any:
     messages = from_json(row.get("messages"), where=where)
     turns = from_json(row.get("conversations"), where=where)
     if messages is None and isinstance(turns, list):
-        messages = [_turn(turn) if isinstance(turn, dict) else turn for turn in turns]
+        messages = [_turn(turn, where) if isinstance(turn, dict) else turn for turn in turns]
     if messages is None and {"instruction", "output"} <= row.keys():
         asked, given = row["instruction"], row.get("input")
         if isinstance(asked, str) and isinstance(given, str) and given:
-            asked = f"{asked}\n\n{given}"
+            asked = f"{asked}\n\n{given}" if asked else given
         past = from_json(row.get("history") or [], where=where)
         require_type(past, list[list[str]], where=f"{where}: history", error=DataError)
         messages = [
@@ -218,12 +219,22 @@ def from_json(value: Any, *, where: str) -> Any:
     return value
 
 
-def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn of ShareGPT as a message; other roles than those it knows stay as they are."""
-    speaker = turn.get("from")
-    role = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
+def _turn(turn: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A turn of ShareGPT as a message; roles that are not known stay, and so do messages."""
+    if isinstance(turn.get("role"), str):
+        return turn
+    speaker, value = turn.get("from"), turn.get("value")
     told = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
-    return {"role": role, "content": turn.get("value")} | told
+    if speaker == "function_call":
+        place, holds = f"{where}: function_call", dict[str, Any] | list[dict[str, Any]]
+        calls = parse_json(str(value), where=place, holds=holds, error=DataError)
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call.get("name"), str) for call in calls):
+            raise DataError(f"{place} {str(value)[:60]} has no name; name one of the tools")
+        called = [{"type": "function", "function": call} for call in calls]
+        return {"role": ASSISTANT, "content": None, "tool_calls": called} | told
+    role = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
+    return {"role": role, "content": value} | told
 
 
 def parse_conversation(document: Document) -> ChatRow:
@@ -310,6 +321,8 @@ def check_message(message: Any, *, where: str) -> None:
     """Raises DataError unless ``message`` has content that is text, text parts, or null."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f"{where} has no role; it must be an object with one")
+    calls, holds = message.get("tool_calls"), list[dict[str, Any]] | None
+    require_type(calls, holds, where=f"{where}: tool_calls", error=DataError)
     content = message.get("content")
     if isinstance(content, list) and not all(is_text_part(part) for part in content):
         kinds = [part.get("type") if isinstance(part, dict) else part for part in content]

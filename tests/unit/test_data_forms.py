@@ -237,9 +237,32 @@ def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
     assert [each.text for each in found] == ["one\r\n"]
 
 
+def test_turns_of_sharegpt_that_call_tools():
+    user, found = {"from": "human", "value": "x"}, {"from": "observation", "value": "4"}
+    call = {"name": "f", "arguments": {"a": 1}}
+    for value in (call, [call, call]):
+        asked = {"from": "function_call", "value": json.dumps(value)}
+        row = {"conversations": [user, asked, found, {"from": "gpt", "value": "y"}]}
+        _, called, told, _ = parsed(row)
+        each = {"type": "function", "function": call}
+        calls = [each] * (2 if isinstance(value, list) else 1)
+        assert called == {"role": "assistant", "content": None, "tool_calls": calls}
+        assert told == {"role": "tool", "content": "4"}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    assert parsed({"conversations": messages}) == messages
+    assert parsed({"instruction": "", "input": "x", "output": "y"}) == messages
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "has no name"),
+        (
+            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+            "function_call: not JSON",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": "[]"}]}, "tool_calls: .* is no list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "tool_calls: .* is no list"),
         ({"prompt": "a"}, "as Alpaca has it"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "nothing to learn from"),
         ({"conversations": [{"value": "a"}]}, "no role"),
