@@ -130,8 +130,6 @@ def test_rope_settings_that_cannot_be_followed_are_refused(scaling, message):
         ("qwen2", {"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "'chunked_attention'"),
         ("qwen2", {"use_sliding_window": False}, "no sliding_window is set"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by layer"),
-        ("gpt2", {"scale_attn_weights": False}, "without 1/sqrt"),
         ("gpt2", {"n_ctx": 12}, "must equal n_positions"),
         ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null"),
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null"),
