@@ -68,6 +68,7 @@ def test_hostile_templates_end_in_one_line(program, monkeypatch):
         ChatTemplate(program, variables={}).render(HELLO)
     assert HOSTILE[program] in str(caught.value)
     assert "\n" not in str(caught.value)
+    monkeypatch.undo()
     # The next one is served as if nothing had been.
     assert ChatTemplate("{{ messages[0].role }}", variables={}).render(HELLO) == HELLO[0]["role"]
 
