@@ -62,10 +62,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("program", HOSTILE)
 def test_hostile_templates_end_in_one_line(program, monkeypatch):
+    template = ChatTemplate(program, variables={})
     if "not end within" in HOSTILE[program]:
         monkeypatch.setattr(chat_template, "_RENDER_S", 0.2)
     with pytest.raises(DataError) as caught:
-        ChatTemplate(program, variables={}).render(HELLO)
+        template.render(HELLO)
     assert HOSTILE[program] in str(caught.value)
     assert "\n" not in str(caught.value)
     monkeypatch.undo()
