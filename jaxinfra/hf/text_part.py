@@ -34,6 +34,8 @@ _WHOLE_KEYS += ("vision_end_token_id", "vision_token_id", "architectures")
 def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of a model's text part; of a model without images the same object."""
     kind = values.get("model_type")
+    if not isinstance(kind, str):  # the family's look-up says what is wrong
+        return values
     if kind in _OWN_TYPES:
         return _plain(values, _OWN_TYPES[kind])
     if kind not in _TEXT_TYPES:

@@ -157,7 +157,7 @@ def test_killed_in_turn_at_every_kind_of_moment(bench, whole, moments):
     spent = sum(
         sum(session["seconds"].values()) - session["seconds"]["lost"] for session in sessions
     )
-    assert len(sessions) > 3
+    assert len(sessions) >= min(len(moments), 4)
     assert spent == pytest.approx(sessions[-1]["time"] - sessions[0]["began"], abs=0.5)
 
 

@@ -70,7 +70,7 @@ def traced_step(weights: str, sizes: ModelConfig) -> jax.extend.core.Jaxpr:
     definition = define_model(sizes, execution_on(policy=policy))
     served = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
     form = serving_form(definition, served)
-    made = functools.partial(in_format, definition, form=FORMATS[weights])
+    made = functools.partial(in_format, definition, form=FORMATS[weights].weights)
     drawn = jax.eval_shape(
         lambda key: serving_parameters(form, made(definition.initialize(key))), jax.random.key(0)
     )

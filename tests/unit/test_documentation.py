@@ -5,6 +5,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import docs_pages
@@ -92,7 +93,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda path: path.name)
 def test_programs_of_pages_name_what_there_is(page):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
             is_ours = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "jaxinfra"
             assert not is_ours or node.attr in jaxinfra.__all__, node.attr
 
