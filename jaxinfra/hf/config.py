@@ -19,7 +19,9 @@ from jaxinfra.hf import (
     layer_norm_kin,
     llama4,
     llama_kin,
+    mamba,
     olmo,
+    qwen_next,
     slopes,
     sparse,
     sparse_kin,
@@ -216,6 +218,16 @@ FAMILIES = {
     "falcon": Family(
         "FalconForCausalLM", slopes.read_falcon, slopes.write_falcon, slopes.falcon_weights
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        qwen_next.read_qwen3_next,
+        qwen_next.write_qwen3_next,
+        qwen_next.qwen3_next_weights,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", qwen_next.read_qwen3_5, qwen_next.write_qwen3_5, qwen_next.QWEN3_5
+    ),
+    "mamba2": Family("Mamba2ForCausalLM", mamba.read_mamba2, mamba.write_mamba2, mamba.MAMBA2),
 }
 """Readers by ``model_type``, in the order in which an export looks for one that says the model."""
 

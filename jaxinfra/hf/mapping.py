@@ -184,7 +184,8 @@ def _resolve(
 ) -> list[Tensor]:
     """The rule's tensor, or tensors one an expert, if the model has its parameters."""
     paths = [path_prefix + path for path, _ in rule.parts]
-    if any(path not in shapes for path in paths):
+    needed = paths if rule.beside is None else [*paths, path_prefix + rule.beside]
+    if any(path not in shapes for path in needed):
         return []
     name = prefix + rule.name
     if "{}" not in rule.name:
@@ -205,7 +206,7 @@ def _tensor(
 ) -> Tensor:
     parts: list[Part] = []
     layouts: list[tuple[str, TensorLayout]] = []
-    start, groups = 0, 1
+    start, groups = 0, rule.groups if isinstance(rule.groups, int) else 1
     shape: tuple[int, ...] = ()
     for path, text in rule.parts:
         path = path_prefix + path

@@ -141,7 +141,7 @@ def read_qwen2_moe(keys: Keys) -> ModelConfig:
         # Releases differ in which layers have windows where none are named.
         keys.require("layer_types")
     dense = decoder_config(keys, windows=layer_windows(keys), qkv_bias=keys.flag("qkv_bias", True))
-    return _read_qwen(
+    return read_qwen_experts(
         keys,
         dense,
         shared_hidden_dim=keys.integer("shared_expert_intermediate_size"),
@@ -163,10 +163,11 @@ def read_qwen3_moe(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
     dense = decoder_config(keys, windows=(window,), qkv_bias=bias, out_bias=bias, qk_norm=norm)
-    return _read_qwen(keys, dense)
+    return read_qwen_experts(keys, dense)
 
 
-def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
+def read_qwen_experts(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
+    """Returns the dense model with Qwen's experts in the layers that have them."""
     keys.ignore(*LOSSES)
     dense_only = set(keys.sequence("mlp_only_layers", ()))
     stride = keys.integer("decoder_sparse_step", 1)
@@ -195,7 +196,7 @@ def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
 def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
     """Writes Qwen 2 with experts; inverse of ``read_qwen2_moe``."""
     attention, experts, _ = layers_of(config)
-    return _qwen_keys(config) | {
+    return qwen_keys(config) | {
         **window_keys(config),
         "qkv_bias": attention.qkv_bias,
         "max_window_layers": config.num_layers,
@@ -206,14 +207,15 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
 def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     """Writes Qwen 3 with experts; inverse of ``read_qwen3_moe``."""
     attention, _, _ = layers_of(config)
-    return _qwen_keys(config) | {
+    return qwen_keys(config) | {
         "attention_bias": attention.out_bias,
         "use_sliding_window": attention.window is not None,
         "sliding_window": attention.window,
     }
 
 
-def _qwen_keys(config: ModelConfig) -> dict[str, Any]:
+def qwen_keys(config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys of a decoder with Qwen's experts."""
     _, experts, dense = layers_of(config)
     return decoder_keys(config, mlp=dense or as_wide(experts)) | {
         "num_experts": experts.num_experts,

@@ -6,6 +6,7 @@ models have need no conditions. Letters of layouts are explained in ``tensor_lay
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,8 +16,10 @@ class Rule:
     name: str
     parts: tuple[tuple[str, str], ...]  # our path and layout, in the order they are fused
     fused_dim: int = 0  # of their tensor
-    # A dim of the parts: that dim is cut into as many groups, and each has rows of every part.
-    groups: str | None = None
+    # Number of groups that their dim is cut into, or a dim of the parts that has this size; each
+    # group has rows of every part.
+    groups: str | int | None = None
+    beside: str | None = None  # another parameter that a layer with this tensor has
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,11 @@ class WeightTable:
 def rule(name: str, path: str, layout: str) -> Rule:
     """Makes the rule of a tensor that is one parameter of ours."""
     return Rule(name=name, parts=((path, layout),))
+
+
+def beside(path: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Returns rules that apply only to layers with this parameter."""
+    return tuple(dataclasses.replace(each, beside=path) for each in rules)
 
 
 def linear(theirs: str, ours: str, layout: str, bias: str) -> tuple[Rule, Rule]:

@@ -1,0 +1,133 @@
+"""Configs of Mamba 2, both ways: layers with a state alone.
+
+Letters of layouts beside those of ``tensor_layout.py``: M value heads, W taps of a convolution.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinfra.config.model import BlockConfig, ModelConfig, NormConfig, stacked
+from jaxinfra.config.recurrent import StateSpaceConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.weights import Rule, WeightTable, norm, rule
+
+_MAX_POSITIONS = 1 << 20  # states know no positions: as many as a request may have
+
+
+def read_mamba2(keys: Keys) -> ModelConfig:
+    """Reads Mamba 2 (Dao and Gu 2024)."""
+    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
+    keys.ignore("expand", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor")
+    keys.ignore("rescale_prenorm_residual", "residual_in_fp32", "chunk_size", "norm_before_gate")
+    keys.ignore("rms_norm", "intermediate_size")
+    width, heads, epsilon = (
+        keys.integer("hidden_size"),
+        keys.integer("num_heads"),
+        keys.number("layer_norm_epsilon", 1e-5),
+    )
+    groups = keys.integer("n_groups")
+    if groups < 1 or heads % groups:
+        raise ConfigError(f"num_heads={heads} is not a multiple of n_groups={groups}")
+    mixer = StateSpaceConfig(
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_dim=keys.integer("state_size"),
+        value_dim=keys.integer("head_dim"),
+        conv_width=keys.integer("conv_kernel", 4),
+        conv_bias=keys.flag("use_conv_bias", True),
+        bias=keys.flag("use_bias", False),
+        norm_heads=heads // groups,
+        norm_epsilon=epsilon,
+        step_limit=read_step_limit(keys),
+    )
+    stream = NormConfig(epsilon=epsilon)
+    block = BlockConfig(mixer=mixer, feed_forward=None, norm=stream)
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size"),
+        model_dim=width,
+        max_positions=_MAX_POSITIONS,
+        stacks=stacked(block, num_layers=keys.integer("num_hidden_layers")),
+        tie_embeddings=keys.flag("tie_word_embeddings", False),
+        final_norm=stream,
+        init_std=keys.number("initializer_range", 0.1),
+    )
+
+
+def read_step_limit(keys: Keys) -> tuple[float, float] | None:
+    """Reads the bounds of a token's step; None for those that bound nothing.
+
+    Releases write infinity as a number of JSON's extension, or as an object of its name.
+    """
+    values = keys.sequence("time_step_limit", None)
+    if values is None:
+        return None
+    least, most = (float(x["__float__"] if isinstance(x, dict) else x) for x in values)
+    return None if least <= 0.0 and most == math.inf else (least, most)
+
+
+def write_mamba2(config: ModelConfig) -> dict[str, Any]:
+    """Writes Mamba 2; inverse of ``read_mamba2``."""
+    mixer, width = config.blocks[0].mixer, config.model_dim
+    if not isinstance(mixer, StateSpaceConfig):
+        raise ConfigError(f"{type(mixer).__name__}: state spaces are what this writes")
+    inner = mixer.num_value_heads * mixer.value_dim
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": config.num_layers,
+        "num_heads": mixer.num_value_heads,
+        "head_dim": mixer.value_dim,
+        "state_size": mixer.key_dim,
+        "n_groups": mixer.num_key_heads,
+        "expand": inner // width if inner % width == 0 else inner / width,
+        "conv_kernel": mixer.conv_width,
+        "use_conv_bias": mixer.conv_bias,
+        "use_bias": mixer.bias,
+        "hidden_act": "silu",
+        "layer_norm_epsilon": mixer.norm_epsilon,
+        "time_step_limit": mixer.step_limit or (0.0, math.inf),
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+    }
+
+
+def state_space(theirs: str) -> tuple[Rule, ...]:
+    """Returns the rules of a Mamba 2 mixer's tensors; its one projection has all inputs."""
+
+    def fused(name: str, kind: str, parts: Sequence[tuple[str, str]]) -> Rule:
+        paths = tuple((f"attention/{path}/{kind}", layout) for path, layout in parts)
+        return Rule(name=f"{theirs}.{name}.{kind}", parts=paths)
+
+    values, keys = "(M V) D -> D M V", "(N H) D -> D N H"
+    inward = (("gate", values), ("value", values), ("key", keys), ("query", keys))
+    taps, key_taps = "(M V) 1 W -> M V W", "(N H) 1 W -> N H W"
+    convs = (("value_conv", taps), ("key_conv", key_taps), ("query_conv", key_taps))
+    each, key_each = "(M V) -> M V", "(N H) -> N H"
+    biases = (("gate", each), ("value", each), ("key", key_each), ("query", key_each))
+    conv_biases = (("value_conv", each), ("key_conv", key_each), ("query_conv", key_each))
+    return (
+        fused("in_proj", "weight", (*inward, ("step", "M D -> D M"))),
+        fused("in_proj", "bias", (*biases, ("step", "M -> M"))),
+        fused("conv1d", "weight", convs),
+        fused("conv1d", "bias", conv_biases),
+        rule(f"{theirs}.dt_bias", "attention/step_bias", "M -> M"),
+        rule(f"{theirs}.A_log", "attention/decay_log", "M -> M"),
+        rule(f"{theirs}.D", "attention/skip", "M -> M"),
+        rule(f"{theirs}.norm.weight", "attention/norm/scale", "(M V) -> M V"),
+        rule(f"{theirs}.out_proj.weight", "attention/out/weight", "D (M V) -> M V D"),
+        rule(f"{theirs}.out_proj.bias", "attention/out/bias", "D -> D"),
+    )
+
+
+MAMBA2 = WeightTable(
+    layer_prefix="backbone.layers.{}.",
+    layer=(*norm("norm", "attention_norm"), *state_space("mixer")),
+    outside=(
+        rule("backbone.embeddings.weight", "embedding/table", "V D -> V D"),
+        *norm("backbone.norm_f", "final_norm"),
+        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+    ),
+    root="backbone.",
+)

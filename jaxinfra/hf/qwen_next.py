@@ -1,0 +1,243 @@
+"""Configs of Qwen3-Next and Qwen3.5, both ways: gated delta layers and gated attention.
+
+Letters of layouts beside those of ``tensor_layout.py``: M value heads, W taps of a convolution.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxinfra.config.model import ExpertsConfig, GroupedAttentionConfig, ModelConfig, NormConfig
+from jaxinfra.config.recurrent import GatedDeltaConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.rope import read_rope
+from jaxinfra.hf.shared import FULL, decoder_config, decoder_keys, in_stacks
+from jaxinfra.hf.sparse import qwen_keys, read_qwen_experts
+from jaxinfra.hf.weights import (
+    DOWN,
+    GATE_UP,
+    LLAMA,
+    OUT,
+    PRE_NORMS,
+    PROJECTIONS,
+    QK_NORM,
+    QKV,
+    Rule,
+    WeightTable,
+    beside,
+    experts,
+    rule,
+)
+
+LINEAR = "linear_attention"
+
+
+def read_qwen3_next(keys: Keys) -> ModelConfig:
+    """Reads Qwen3-Next: three layers with a state to one with attention."""
+    keys.require("num_key_value_heads", "head_dim")
+    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
+    keys.ignore("mtp_num_hidden_layers")
+    routed = read_qwen_experts(
+        keys,
+        _attending(keys),
+        shared_hidden_dim=keys.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return _with_gated_delta(routed, keys)
+
+
+def read_qwen3_5(keys: Keys) -> ModelConfig:
+    """Reads the text part of Qwen3.5: layers of Qwen3-Next with dense feed-forward layers."""
+    keys.require("num_key_value_heads", "head_dim")
+    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
+    keys.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    return _with_gated_delta(_attending(keys), keys)
+
+
+def _attending(keys: Keys) -> ModelConfig:
+    """Reads the model as if all of its layers attended, and had dense feed-forward layers."""
+    bias, norm = keys.flag("attention_bias", False), _norm(keys)
+    rope = read_rope(
+        keys,
+        max_positions=keys.integer("max_position_embeddings"),
+        default_fraction=0.25,
+        # Axes of images: a token of text has the same position on each.
+        known=("mrope_section", "mrope_interleaved"),
+    )
+    return decoder_config(
+        keys,
+        norm=norm,
+        rope=rope,
+        partial_rotary=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=norm,
+        out_gate=True,
+    )
+
+
+def _norm(keys: Keys) -> NormConfig:
+    return NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0)
+
+
+def _with_gated_delta(model: ModelConfig, keys: Keys) -> ModelConfig:
+    """Returns the model with gated delta layers where the config names them."""
+    mixer = GatedDeltaConfig(
+        num_key_heads=keys.integer("linear_num_key_heads"),
+        num_value_heads=keys.integer("linear_num_value_heads"),
+        key_dim=keys.integer("linear_key_head_dim"),
+        value_dim=keys.integer("linear_value_head_dim"),
+        conv_width=keys.integer("linear_conv_kernel_dim", 4),
+        norm_epsilon=keys.number("rms_norm_eps"),
+    )
+    blocks = [
+        dataclasses.replace(block, mixer=mixer) if each == LINEAR else block
+        for block, each in zip(model.layers, _types(keys), strict=True)
+    ]
+    return dataclasses.replace(model, stacks=in_stacks(blocks, num_layers=len(blocks)))
+
+
+def _types(keys: Keys) -> list[str]:
+    """Reads each layer's type: by name, or full attention at an interval."""
+    num_layers, every = (
+        keys.integer("num_hidden_layers"),
+        keys.integer("full_attention_interval", 4),
+    )
+    by_default = [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
+    types = list(keys.sequence("layer_types", by_default))
+    unknown = sorted({str(each) for each in types if each not in (LINEAR, FULL)})
+    if unknown:
+        raise ConfigError(
+            f"layer_types: {', '.join(unknown)} is not supported; known: {LINEAR}, {FULL}"
+        )
+    if len(types) != num_layers:
+        raise ConfigError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    return types
+
+
+def write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
+    """Writes Qwen3-Next; inverse of ``read_qwen3_next``."""
+    alike, linear = _as_attending(config)
+    layers = [block.feed_forward for block in config.blocks]
+    shared = [x.shared_hidden_dim for x in layers if isinstance(x, ExpertsConfig)]
+    return {
+        **qwen_keys(alike),
+        **linear,
+        "shared_expert_intermediate_size": max(shared, default=0),
+    }
+
+
+def write_qwen3_5(config: ModelConfig) -> dict[str, Any]:
+    """Writes the text part of Qwen3.5; inverse of ``read_qwen3_5``."""
+    alike, linear = _as_attending(config)
+    return {**decoder_keys(alike), **linear}
+
+
+def _as_attending(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
+    """Returns the model as if all of its layers attended, and the keys that say which do not."""
+    attention = [b.mixer for b in config.layers if isinstance(b.mixer, GroupedAttentionConfig)]
+    linear = [b.mixer for b in config.layers if isinstance(b.mixer, GatedDeltaConfig)]
+    if not attention or not linear:
+        raise ConfigError("a model without layers of attention, or without any with a state")
+    blocks = [dataclasses.replace(block, mixer=attention[0]) for block in config.layers]
+    mixer = linear[0]
+    return dataclasses.replace(config, stacks=in_stacks(blocks, num_layers=len(blocks))), {
+        "attention_bias": attention[0].out_bias,
+        "layer_types": [
+            LINEAR if isinstance(block.mixer, GatedDeltaConfig) else FULL for block in config.layers
+        ],
+        "linear_num_key_heads": mixer.num_key_heads,
+        "linear_num_value_heads": mixer.num_value_heads,
+        "linear_key_head_dim": mixer.key_dim,
+        "linear_value_head_dim": mixer.value_dim,
+        "linear_conv_kernel_dim": mixer.conv_width,
+    }
+
+
+def qwen3_next_weights(config: ModelConfig) -> WeightTable:
+    """Returns the tensors of Qwen3-Next, whose gated delta layers fuse projections by key head."""
+    mixers = [block.mixer for block in config.blocks]
+    groups = next((m.num_key_heads for m in mixers if isinstance(m, GatedDeltaConfig)), 1)
+    return _weights(_fused(groups))
+
+
+def _weights(inward: tuple[Rule, ...]) -> WeightTable:
+    query = ("(N H) D -> D N H", "(N H) -> N H")
+    gated = tuple(
+        Rule(
+            name=f"self_attn.q_proj.{kind}",
+            parts=((f"attention/query/{kind}", layout), (f"attention/out_gate/{kind}", layout)),
+            groups="N",
+        )
+        for kind, layout in zip(("weight", "bias"), query, strict=True)
+    )
+    attends = (*gated, *QKV[2:], *OUT, *QK_NORM)
+    return dataclasses.replace(
+        LLAMA,
+        layer=(
+            *PRE_NORMS,
+            *beside("attention/query_norm/scale", attends),
+            *beside("attention/decay_log", (*inward, *GATED_DELTA)),
+            *(*GATE_UP, *DOWN),
+            *experts("mlp", *PROJECTIONS, shared="shared_expert"),
+        ),
+        ignored=rf"{LLAMA.ignored}|mtp\..*",
+    )
+
+
+def _fused(groups: int) -> tuple[Rule, ...]:
+    """The projections of each key head beside those of its value heads."""
+    return (
+        Rule(
+            name="linear_attn.in_proj_qkvz.weight",
+            parts=(
+                ("attention/query/weight", "(N H) D -> D N H"),
+                ("attention/key/weight", "(N H) D -> D N H"),
+                ("attention/value/weight", "(M V) D -> D M V"),
+                ("attention/gate/weight", "(M V) D -> D M V"),
+            ),
+            groups=groups,
+        ),
+        Rule(
+            name="linear_attn.in_proj_ba.weight",
+            parts=(
+                ("attention/beta/weight", "M D -> D M"),
+                ("attention/decay/weight", "M D -> D M"),
+            ),
+            groups=groups,
+        ),
+    )
+
+
+GATED_DELTA = (
+    Rule(
+        name="linear_attn.conv1d.weight",
+        parts=(
+            ("attention/query_conv/weight", "(N H) 1 W -> N H W"),
+            ("attention/key_conv/weight", "(N H) 1 W -> N H W"),
+            ("attention/value_conv/weight", "(M V) 1 W -> M V W"),
+        ),
+    ),
+    rule("linear_attn.dt_bias", "attention/decay_bias", "M -> M"),
+    rule("linear_attn.A_log", "attention/decay_log", "M -> M"),
+    rule("linear_attn.norm.weight", "attention/norm/scale", "V -> V"),
+    rule("linear_attn.out_proj.weight", "attention/out/weight", "D (M V) -> M V D"),
+)
+"""Tensors of a gated delta layer that are not projections of its input."""
+
+QWEN3_5 = _weights(
+    (
+        Rule(
+            name="linear_attn.in_proj_qkv.weight",
+            parts=(
+                ("attention/query/weight", "(N H) D -> D N H"),
+                ("attention/key/weight", "(N H) D -> D N H"),
+                ("attention/value/weight", "(M V) D -> D M V"),
+            ),
+        ),
+        rule("linear_attn.in_proj_z.weight", "attention/gate/weight", "(M V) D -> D M V"),
+        rule("linear_attn.in_proj_b.weight", "attention/beta/weight", "M D -> D M"),
+        rule("linear_attn.in_proj_a.weight", "attention/decay/weight", "M D -> D M"),
+    )
+)
+"""Tensors of Qwen3.5, each projection of its gated delta layers by itself."""
