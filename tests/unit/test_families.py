@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory, write_hf, write_ours
+from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import by_path, from_hf_config, to_hf_config, weight_map
@@ -115,7 +116,10 @@ def assert_gradient(model, ids, want):
 
     found = by_path(gradient(only(model.parameters, model.definition.shapes)))
     error = np.max(np.abs(np.asarray(found["embedding/table"]) - want))
-    assert error <= 1e-5 * np.max(np.abs(want)), error / np.max(np.abs(want))
+    # Both sides compute a state in fp32 with sums in another order, and round at every step of it.
+    mixers = (block.mixer for block in model.definition.config.blocks)
+    bound = 1e-4 if any(isinstance(each, RecurrentConfig) for each in mixers) else 1e-5
+    assert error <= bound * np.max(np.abs(want)), error / np.max(np.abs(want))
 
 
 def assert_greedy(decoder, ids):
