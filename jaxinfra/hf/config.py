@@ -9,22 +9,22 @@ from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.routing import BalanceConfig
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.hf import (
+    alibi,
     cohere,
     deepseek,
-    families,
     gemma,
     glm,
-    gpt_kin,
+    gpt,
     granite,
-    layer_norm_kin,
+    layer_norm_models,
+    llama,
     llama4,
-    llama_kin,
+    llama_variants,
     mamba,
     olmo,
     qwen_next,
-    slopes,
     sparse,
-    sparse_kin,
+    sparse_variants,
     weights,
 )
 from jaxinfra.hf.keys import Keys
@@ -49,17 +49,13 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", families.read_llama, families.write_llama, weights.LLAMA),
-    "mistral": Family(
-        "MistralForCausalLM", families.read_mistral, families.write_mistral, weights.LLAMA
-    ),
-    "qwen2": Family("Qwen2ForCausalLM", families.read_qwen2, families.write_qwen2, weights.LLAMA),
-    "qwen3": Family("Qwen3ForCausalLM", families.read_qwen3, families.write_qwen3, weights.LLAMA),
-    "gemma2": Family(
-        "Gemma2ForCausalLM", families.read_gemma2, families.write_gemma2, weights.GEMMA2
-    ),
-    "phi3": Family("Phi3ForCausalLM", families.read_phi3, families.write_phi3, weights.PHI3),
-    "gpt2": Family("GPT2LMHeadModel", gpt_kin.read_gpt2, gpt_kin.write_gpt2, weights.GPT2),
+    "llama": Family("LlamaForCausalLM", llama.read_llama, llama.write_llama, weights.LLAMA),
+    "mistral": Family("MistralForCausalLM", llama.read_mistral, llama.write_mistral, weights.LLAMA),
+    "qwen2": Family("Qwen2ForCausalLM", llama.read_qwen2, llama.write_qwen2, weights.LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", llama.read_qwen3, llama.write_qwen3, weights.LLAMA),
+    "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2, gemma.write_gemma2, weights.GEMMA2),
+    "phi3": Family("Phi3ForCausalLM", llama.read_phi3, llama.write_phi3, weights.PHI3),
+    "gpt2": Family("GPT2LMHeadModel", gpt.read_gpt2, gpt.write_gpt2, weights.GPT2),
     "mixtral": Family(
         "MixtralForCausalLM", sparse.read_mixtral, sparse.write_mixtral, weights.MIXTRAL
     ),
@@ -97,42 +93,59 @@ FAMILIES = {
     "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3, olmo.write_olmo3, olmo.OLMO2),
     "olmoe": Family("OlmoeForCausalLM", olmo.read_olmoe, olmo.write_olmoe, olmo.OLMOE),
     "smollm3": Family(
-        "SmolLM3ForCausalLM", llama_kin.read_smollm3, llama_kin.write_smollm3, weights.LLAMA
+        "SmolLM3ForCausalLM",
+        llama_variants.read_smollm3,
+        llama_variants.write_smollm3,
+        weights.LLAMA,
     ),
     "seed_oss": Family(
-        "SeedOssForCausalLM", llama_kin.read_seed_oss, llama_kin.write_seed_oss, weights.LLAMA
+        "SeedOssForCausalLM",
+        llama_variants.read_seed_oss,
+        llama_variants.write_seed_oss,
+        weights.LLAMA,
     ),
     "helium": Family(
-        "HeliumForCausalLM", llama_kin.read_helium, llama_kin.write_helium, weights.LLAMA
+        "HeliumForCausalLM", llama_variants.read_helium, llama_variants.write_helium, weights.LLAMA
     ),
     "arcee": Family(
-        "ArceeForCausalLM", llama_kin.read_arcee, llama_kin.write_biased, weights.LLAMA
+        "ArceeForCausalLM", llama_variants.read_arcee, llama_variants.write_biased, weights.LLAMA
     ),
     "apertus": Family(
-        "ApertusForCausalLM", llama_kin.read_apertus, llama_kin.write_biased, llama_kin.APERTUS
+        "ApertusForCausalLM",
+        llama_variants.read_apertus,
+        llama_variants.write_biased,
+        llama_variants.APERTUS,
     ),
     "exaone4": Family(
-        "Exaone4ForCausalLM", llama_kin.read_exaone4, llama_kin.write_exaone4, llama_kin.EXAONE4
+        "Exaone4ForCausalLM",
+        llama_variants.read_exaone4,
+        llama_variants.write_exaone4,
+        llama_variants.EXAONE4,
     ),
     "ernie4_5": Family(
-        "Ernie4_5ForCausalLM", llama_kin.read_ernie, llama_kin.write_ernie, weights.LLAMA
+        "Ernie4_5ForCausalLM", llama_variants.read_ernie, llama_variants.write_ernie, weights.LLAMA
     ),
     "hunyuan_v1_dense": Family(
         "HunYuanDenseV1ForCausalLM",
-        llama_kin.read_hunyuan,
-        llama_kin.write_hunyuan,
-        llama_kin.HUNYUAN,
+        llama_variants.read_hunyuan,
+        llama_variants.write_hunyuan,
+        llama_variants.HUNYUAN,
     ),
     "ministral": Family(
-        "MinistralForCausalLM", llama_kin.read_ministral, llama_kin.write_ministral, weights.LLAMA
+        "MinistralForCausalLM",
+        llama_variants.read_ministral,
+        llama_variants.write_ministral,
+        weights.LLAMA,
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
-        llama_kin.read_ministral3,
-        llama_kin.write_ministral3,
+        llama_variants.read_ministral3,
+        llama_variants.write_ministral3,
         weights.LLAMA,
     ),
-    "cwm": Family("CwmForCausalLM", llama_kin.read_cwm, llama_kin.write_cwm, weights.LLAMA),
+    "cwm": Family(
+        "CwmForCausalLM", llama_variants.read_cwm, llama_variants.write_cwm, weights.LLAMA
+    ),
     "glm": Family("GlmForCausalLM", glm.read_glm, glm.write_glm, glm.GLM),
     "glm4": Family("Glm4ForCausalLM", glm.read_glm4, glm.write_glm, glm.GLM4),
     "glm4_moe": Family(
@@ -159,64 +172,69 @@ FAMILIES = {
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
-        layer_norm_kin.read_starcoder2,
-        layer_norm_kin.write_starcoder2,
-        layer_norm_kin.STARCODER2,
+        layer_norm_models.read_starcoder2,
+        layer_norm_models.write_starcoder2,
+        layer_norm_models.STARCODER2,
     ),
     "stablelm": Family(
         "StableLmForCausalLM",
-        layer_norm_kin.read_stablelm,
-        layer_norm_kin.write_stablelm,
-        layer_norm_kin.STABLELM,
+        layer_norm_models.read_stablelm,
+        layer_norm_models.write_stablelm,
+        layer_norm_models.STABLELM,
     ),
     "phi": Family(
-        "PhiForCausalLM", layer_norm_kin.read_phi, layer_norm_kin.write_phi, layer_norm_kin.PHI
+        "PhiForCausalLM",
+        layer_norm_models.read_phi,
+        layer_norm_models.write_phi,
+        layer_norm_models.PHI,
     ),
     "nemotron": Family(
         "NemotronForCausalLM",
-        layer_norm_kin.read_nemotron,
-        layer_norm_kin.write_nemotron,
-        layer_norm_kin.NEMOTRON,
+        layer_norm_models.read_nemotron,
+        layer_norm_models.write_nemotron,
+        layer_norm_models.NEMOTRON,
     ),
     "dots1": Family(
-        "Dots1ForCausalLM", sparse_kin.read_dots1, sparse_kin.write_dots1, glm.SIGMOID_EXPERTS
+        "Dots1ForCausalLM",
+        sparse_variants.read_dots1,
+        sparse_variants.write_dots1,
+        glm.SIGMOID_EXPERTS,
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
-        sparse_kin.read_minimax_m2,
-        sparse_kin.write_minimax_m2,
-        sparse_kin.MINIMAX_M2,
+        sparse_variants.read_minimax_m2,
+        sparse_variants.write_minimax_m2,
+        sparse_variants.MINIMAX_M2,
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
-        sparse_kin.read_ernie_moe,
-        sparse_kin.write_ernie_moe,
-        sparse_kin.ERNIE_MOE,
+        sparse_variants.read_ernie_moe,
+        sparse_variants.write_ernie_moe,
+        sparse_variants.ERNIE_MOE,
     ),
     "hunyuan_v1_moe": Family(
         "HunYuanMoEV1ForCausalLM",
-        sparse_kin.read_hunyuan_moe,
-        sparse_kin.write_hunyuan_moe,
-        sparse_kin.HUNYUAN_MOE,
+        sparse_variants.read_hunyuan_moe,
+        sparse_variants.write_hunyuan_moe,
+        sparse_variants.HUNYUAN_MOE,
     ),
     "phimoe": Family(
-        "PhimoeForCausalLM", sparse_kin.read_phimoe, sparse_kin.write_phimoe, sparse_kin.PHIMOE
+        "PhimoeForCausalLM",
+        sparse_variants.read_phimoe,
+        sparse_variants.write_phimoe,
+        sparse_variants.PHIMOE,
     ),
     "llama4_text": Family(
         "Llama4ForCausalLM", llama4.read_llama4, llama4.write_llama4, llama4.LLAMA4
     ),
-    "gpt_neox": Family(
-        "GPTNeoXForCausalLM", gpt_kin.read_gpt_neox, gpt_kin.write_gpt_neox, gpt_kin.GPT_NEOX
-    ),
-    "gptj": Family("GPTJForCausalLM", gpt_kin.read_gptj, gpt_kin.write_gptj, gpt_kin.GPTJ),
-    "gpt_neo": Family(
-        "GPTNeoForCausalLM", gpt_kin.read_gpt_neo, gpt_kin.write_gpt_neo, gpt_kin.GPT_NEO
-    ),
-    "opt": Family("OPTForCausalLM", gpt_kin.read_opt, gpt_kin.write_opt, gpt_kin.OPT),
-    "bloom": Family("BloomForCausalLM", slopes.read_bloom, slopes.write_bloom, slopes.BLOOM),
-    "mpt": Family("MptForCausalLM", slopes.read_mpt, slopes.write_mpt, slopes.MPT),
+    "gpt_neox": Family("GPTNeoXForCausalLM", gpt.read_gpt_neox, gpt.write_gpt_neox, gpt.GPT_NEOX),
+    "gptj": Family("GPTJForCausalLM", gpt.read_gptj, gpt.write_gptj, gpt.GPTJ),
+    "gpt_neo": Family("GPTNeoForCausalLM", gpt.read_gpt_neo, gpt.write_gpt_neo, gpt.GPT_NEO),
+    "opt": Family("OPTForCausalLM", gpt.read_opt, gpt.write_opt, gpt.OPT),
+    "bloom": Family("BloomForCausalLM", alibi.read_bloom, alibi.write_bloom, alibi.BLOOM),
+    "mpt": Family("MptForCausalLM", alibi.read_mpt, alibi.write_mpt, alibi.MPT),
     "falcon": Family(
-        "FalconForCausalLM", slopes.read_falcon, slopes.write_falcon, slopes.falcon_weights
+        "FalconForCausalLM", alibi.read_falcon, alibi.write_falcon, alibi.falcon_weights
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",

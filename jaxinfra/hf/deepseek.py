@@ -16,11 +16,12 @@ from jaxinfra.config.model import (
     NormConfig,
 )
 from jaxinfra.config.rope import RopeConfig, RopePairs, YarnScaling
-from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
+from jaxinfra.config.routing import GroupScore, RoutingConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import yarn_temperature
 from jaxinfra.hf.shared import decoder_config, decoder_keys, mlp_kind, routed, routes
+from jaxinfra.hf.sparse import read_sigmoid_routing
 
 _IGNORED = (
     *("seq_aux", "aux_loss_alpha", "output_router_logits", "router_aux_loss_coef"),
@@ -54,15 +55,7 @@ def read_deepseek_v3(keys: Keys) -> ModelConfig:
     keys.expect("scoring_func", ("sigmoid",), "scores of this architecture are sigmoid")
     keys.expect("topk_method", ("noaux_tc",), "its router always has a bias")
     interleaved = keys.flag("rope_interleave", True)
-    routing = RoutingConfig(
-        scoring=Scoring.SIGMOID,
-        renormalize=keys.flag("norm_topk_prob", True),
-        scale=keys.number("routed_scaling_factor", 2.5),
-        num_groups=keys.integer("n_group"),
-        top_groups=keys.integer("topk_group"),
-        group_score=GroupScore.TOP2_SUM,
-        correction_bias=True,
-    )
+    routing = read_sigmoid_routing(keys, renormalizes=True, scale=2.5, groups=None)
     pairs = RopePairs.NEIGHBOURS if interleaved else RopePairs.HALVES
     return _read(keys, routing, pairs=pairs, dense_by_default=3)
 

@@ -1,4 +1,4 @@
-"""Configs of Gemma 1 and of Gemma 3's text models; Gemma 2's are in ``families.py``."""
+"""Configs of Gemma 1, Gemma 2 and of Gemma 3's text models, both ways."""
 
 import dataclasses
 from typing import Any
@@ -7,10 +7,11 @@ from jaxinfra.config.kinds import MlpKind, NormPlacement
 from jaxinfra.config.model import ModelConfig, NormConfig
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf.families import write_gemma2
 from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.llama import write_qwen2
 from jaxinfra.hf.rope import read_rope, read_ropes_by_type, write_ropes_by_type
 from jaxinfra.hf.shared import (
+    ACTIVATION_NAMES,
     FULL,
     SLIDING,
     decoder_config,
@@ -19,6 +20,57 @@ from jaxinfra.hf.shared import (
     typed_windows,
 )
 from jaxinfra.hf.weights import GEMMA2, QK_NORM
+
+
+def read_gemma2(keys: Keys) -> ModelConfig:
+    """Reads Gemma 2: soft caps, alternating windows, norms before and after, scaled embeddings."""
+    keys.require("num_key_value_heads", "head_dim", "sliding_window")
+    keys.require("attn_logit_softcapping", "final_logit_softcapping")
+    keys.expect("hidden_act", (keys.text("hidden_activation"),), "hidden_activation says otherwise")
+    keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
+    window = keys.integer("sliding_window", None)
+    keys.expect("sliding_window_size", (window, None), "sliding_window says otherwise")
+    num_layers = keys.integer("num_hidden_layers")
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(
+        keys,
+        activation_key="hidden_activation",
+        windows=typed_windows(
+            keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers]),
+            window,
+            num_layers=num_layers,
+        ),
+        qkv_bias=bias,
+        out_bias=bias,
+        scale=keys.number("query_pre_attn_scalar") ** -0.5,
+        logit_soft_cap=keys.number("attn_logit_softcapping", None),
+        norm=NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0),
+        tied_by_default=True,
+        block={"norm_placement": NormPlacement.SANDWICH},
+        model={
+            "embedding_scale": keys.integer("hidden_size") ** 0.5,
+            "logit_soft_cap": keys.number("final_logit_softcapping", None),
+        },
+    )
+
+
+def write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    """Writes Gemma 2; inverse of ``read_gemma2``."""
+    attention, mlp = dense_block(config)
+    keys = write_qwen2(config)
+    for name in ("use_sliding_window", "max_window_layers", "hidden_act"):
+        del keys[name]
+    # The reference makes a mask of windows whether a layer has one or not.
+    keys["sliding_window"] = keys["sliding_window"] or config.max_positions
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    scalar = round(scale**-2, 6)
+    return keys | {
+        "hidden_activation": ACTIVATION_NAMES.get(mlp.kind),
+        "attention_bias": attention.out_bias,
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "attn_logit_softcapping": attention.logit_soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+    }
 
 
 def read_gemma(keys: Keys) -> ModelConfig:

@@ -6,10 +6,14 @@ from typing import Any
 from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import ModelConfig, NormConfig
 from jaxinfra.config.rope import RopePairs
-from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block
-from jaxinfra.hf.sparse import LOSSES, read_experts_after_dense, sigmoid_keys
+from jaxinfra.hf.sparse import (
+    LOSSES,
+    read_experts_after_dense,
+    read_sigmoid_routing,
+    sigmoid_keys,
+)
 from jaxinfra.hf.weights import (
     DOWN,
     FUSED_GATE_UP,
@@ -67,15 +71,7 @@ def read_glm4_moe(keys: Keys) -> ModelConfig:
         qkv_bias=keys.flag("attention_bias", False),
         qk_norm=norm if keys.flag("use_qk_norm", False) else None,
     )
-    routing = RoutingConfig(
-        scoring=Scoring.SIGMOID,
-        renormalize=keys.flag("norm_topk_prob", True),
-        scale=keys.number("routed_scaling_factor", 1.0),
-        num_groups=keys.integer("n_group", 1),
-        top_groups=keys.integer("topk_group", 1),
-        group_score=GroupScore.TOP2_SUM,
-        correction_bias=True,
-    )
+    routing = read_sigmoid_routing(keys, renormalizes=True)
     return read_experts_after_dense(keys, dense, routing, dense_by_default=1)
 
 

@@ -15,7 +15,7 @@ from jaxinfra.config.model import (
     ModelConfig,
     NormConfig,
 )
-from jaxinfra.config.routing import RoutingConfig
+from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.shared import (
@@ -80,6 +80,28 @@ def read_experts_after_dense(
     )
     first = keys.integer("first_k_dense_replace", dense_by_default)
     return routed(dense, [experts if i >= first else None for i in range(dense.num_layers)])
+
+
+def read_sigmoid_routing(
+    keys: Keys, *, renormalizes: bool, scale: float = 1.0, groups: int | None = 1
+) -> RoutingConfig:
+    """Reads DeepSeek-V3's routing: sigmoid scores, and a bias that only affects experts' choice.
+
+    Args:
+        renormalizes: default of ``norm_topk_prob``.
+        scale: default of ``routed_scaling_factor``.
+        groups: default of ``n_group`` and ``topk_group``; None: the config has to name them.
+    """
+    default = () if groups is None else (groups,)
+    return RoutingConfig(
+        scoring=Scoring.SIGMOID,
+        renormalize=keys.flag("norm_topk_prob", renormalizes),
+        scale=keys.number("routed_scaling_factor", scale),
+        num_groups=keys.integer("n_group", *default),
+        top_groups=keys.integer("topk_group", *default),
+        group_score=GroupScore.TOP2_SUM,
+        correction_bias=True,
+    )
 
 
 def sigmoid_keys(config: ModelConfig) -> tuple[GroupedAttentionConfig, dict[str, Any]]:

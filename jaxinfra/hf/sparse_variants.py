@@ -8,10 +8,10 @@ from typing import Any
 from jaxinfra.config.kinds import NormKind, QkNormOver
 from jaxinfra.config.model import ExpertsConfig, ModelConfig, NormConfig
 from jaxinfra.config.rope import LongRopeScaling, RopeConfig
-from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
+from jaxinfra.config.routing import RoutingConfig, Scoring
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.llama_kin import (
+from jaxinfra.hf.llama_variants import (
     HUNYUAN_ATTENTION,
     ernie_decoder,
     hunyuan_decoder,
@@ -34,6 +34,7 @@ from jaxinfra.hf.sparse import (
     layers_of,
     read_experts,
     read_experts_after_dense,
+    read_sigmoid_routing,
     sigmoid_keys,
 )
 from jaxinfra.hf.weights import (
@@ -68,15 +69,7 @@ def read_dots1(keys: Keys) -> ModelConfig:
         out_bias=bias,
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
     )
-    routing = RoutingConfig(
-        scoring=Scoring.SIGMOID,
-        renormalize=keys.flag("norm_topk_prob", False),
-        scale=keys.number("routed_scaling_factor", 1.0),
-        num_groups=keys.integer("n_group", 1),
-        top_groups=keys.integer("topk_group", 1),
-        group_score=GroupScore.TOP2_SUM,
-        correction_bias=True,
-    )
+    routing = read_sigmoid_routing(keys, renormalizes=False)
     return read_experts_after_dense(keys, dense, routing, dense_by_default=0)
 
 

@@ -7,7 +7,7 @@ from jaxinfra.config.model import ModelConfig, NormConfig
 from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.layer_norm_kin import layer_norm, ungated
+from jaxinfra.hf.layer_norm_models import layer_norm, ungated
 from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, renamed
 from jaxinfra.hf.weights import Rule, WeightTable, linear, norm, rule
 

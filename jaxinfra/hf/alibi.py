@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxinfra.config.kinds import Branches, MlpKind
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.hf.gpt_kin import grouped_qkv
+from jaxinfra.hf.gpt import grouped_qkv
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.layer_norm_kin import layer_norm, ungated
+from jaxinfra.hf.layer_norm_models import layer_norm, ungated
 from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, renamed
 from jaxinfra.hf.weights import Rule, WeightTable, linear, norm, rule
 

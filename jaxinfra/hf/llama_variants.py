@@ -1,5 +1,5 @@
-"""Configs of Llama's kin with one or two differences: Seed-OSS, Helium, Arcee, SmolLM3, EXAONE 4,
-ERNIE 4.5, Hunyuan, Apertus, Ministral and CWM, both ways.
+"""Configs of models that differ from Llama in one or two ways, both ways: Seed-OSS, Helium, Arcee,
+SmolLM3, EXAONE 4, ERNIE 4.5, Hunyuan, Apertus, Ministral and CWM.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Configs of Llama and its first descendants, both ways.
+"""Configs of Llama, Mistral, Qwen 2 and 3, and Phi-3, both ways.
 
 A reader takes the strict ``Keys`` of a config and returns the model, a writer returns the keys.
 Shared code is in ``shared.py``, the table of architectures in ``config.py``.
@@ -6,7 +6,6 @@ Shared code is in ``shared.py``, the table of architectures in ``config.py``.
 
 from typing import Any
 
-from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import (
     ModelConfig,
     NormConfig,
@@ -14,14 +13,10 @@ from jaxinfra.config.model import (
 from jaxinfra.config.rope import LongRopeScaling
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.shared import (
-    ACTIVATION_NAMES,
-    FULL,
-    SLIDING,
     decoder_config,
     decoder_keys,
     dense_block,
     layer_windows,
-    typed_windows,
     window_keys,
 )
 
@@ -101,55 +96,4 @@ def write_phi3(config: ModelConfig) -> dict[str, Any]:
         "original_max_position_embeddings": original,
         "resid_pdrop": config.dropout_rate,
         "embd_pdrop": config.dropout_rate,
-    }
-
-
-def read_gemma2(keys: Keys) -> ModelConfig:
-    """Reads Gemma 2: soft caps, alternating windows, norms before and after, scaled embeddings."""
-    keys.require("num_key_value_heads", "head_dim", "sliding_window")
-    keys.require("attn_logit_softcapping", "final_logit_softcapping")
-    keys.expect("hidden_act", (keys.text("hidden_activation"),), "hidden_activation says otherwise")
-    keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
-    window = keys.integer("sliding_window", None)
-    keys.expect("sliding_window_size", (window, None), "sliding_window says otherwise")
-    num_layers = keys.integer("num_hidden_layers")
-    bias = keys.flag("attention_bias", False)
-    return decoder_config(
-        keys,
-        activation_key="hidden_activation",
-        windows=typed_windows(
-            keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers]),
-            window,
-            num_layers=num_layers,
-        ),
-        qkv_bias=bias,
-        out_bias=bias,
-        scale=keys.number("query_pre_attn_scalar") ** -0.5,
-        logit_soft_cap=keys.number("attn_logit_softcapping", None),
-        norm=NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0),
-        tied_by_default=True,
-        block={"norm_placement": NormPlacement.SANDWICH},
-        model={
-            "embedding_scale": keys.integer("hidden_size") ** 0.5,
-            "logit_soft_cap": keys.number("final_logit_softcapping", None),
-        },
-    )
-
-
-def write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    """Writes Gemma 2; inverse of ``read_gemma2``."""
-    attention, mlp = dense_block(config)
-    keys = write_qwen2(config)
-    for name in ("use_sliding_window", "max_window_layers", "hidden_act"):
-        del keys[name]
-    # The reference makes a mask of windows whether a layer has one or not.
-    keys["sliding_window"] = keys["sliding_window"] or config.max_positions
-    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
-    scalar = round(scale**-2, 6)
-    return keys | {
-        "hidden_activation": ACTIVATION_NAMES.get(mlp.kind),
-        "attention_bias": attention.out_bias,
-        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
-        "attn_logit_softcapping": attention.logit_soft_cap,
-        "final_logit_softcapping": config.logit_soft_cap,
     }
