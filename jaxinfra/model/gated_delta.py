@@ -16,8 +16,8 @@ from jaxinfra.model.projection import Projection
 from jaxinfra.model.recurrence import HEADS, GatedNorm, Inward, TokenOperands, recurred
 
 _LENGTH_EPSILON = 1e-6  # added to a key's squared length before it is scaled to 1
-_LARGEST_RATE = 16.0  # of initial decays, drawn evenly up to it
-_STEPS = (1e-3, 1e-1)  # initial steps, drawn evenly in their logarithms (arXiv 2405.21060)
+_LARGEST_RATE = 16.0  # initial decay rates are uniform between 1 and this
+_STEPS = (1e-3, 1e-1)  # range of initial steps, log-uniform (arXiv 2405.21060)
 
 
 def initial_step_bias(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What other threads put into mailboxes of an event loop: all of it, in order, with few wakes."""
+"""Event loop mailboxes: items from other threads arrive complete and in order, with few wakes."""
 
 import asyncio
 import threading

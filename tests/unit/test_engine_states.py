@@ -58,7 +58,7 @@ def drawn(engine, sampling=GREEDY):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels", "state_space"])
 def test_requests_draw_what_they_draw_alone(name):
-    """With too few pages for all of them, and prefixes that they share."""
+    """Requests share prefixes, and there are too few pages to run all of them at once."""
     serving = engine(name)
     want = [alone(name, prompt) for prompt in PROMPTS]
     assert drawn(serving) == want

@@ -366,7 +366,7 @@ def test_an_exchange_in_two_levels_is_priced_on_both_links():
 
 @pytest.mark.parametrize(("name", "recipe"), [("8b-bf16", "bf16"), ("8b-fp8", "fp8")])
 def test_temporaries_of_whole_models_are_those_that_were_compiled(name, recipe):
-    """Of 8-bit matmuls the inputs and weights are kept, 21 GB of 91 in this step."""
+    """The FP8 step keeps quantized inputs and weights: 21 GB of its 91 GB of temporaries."""
     found = json.loads((RESULTS / "node-h200-x4.json").read_text())["rows"][name]
     whole = layout(fsdp=4, zero=2, accumulation=8, length=8192, recipe=recipe)
     predicted = make_plan(find_model("llama31_8b"), whole, H200).memory.temporaries

@@ -1,4 +1,4 @@
-"""What ``transformers`` makes of features of templates; writes ``features.json`` beside.
+"""Renders chat templates by ``transformers`` and writes the texts to ``features.json``.
 
 Run in an environment of its own: ``pip install transformers``, then ``python make_features.py``.
 """
