@@ -35,6 +35,7 @@ it for such uses."""
 BPE_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*[ \t]*|\s+(?!\S)|\s+"
 _PIECE_CHARS = 1 << 18
 _BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")  # of a byte in vocabularies that fall back to them
+_VISIBLE = re.compile(r"\S")
 _BEFORE, _MOST_BEFORE = 8, 256  # tokens before a text that its first characters may depend on
 _MOST_PARTS = 3  # tokens of a character that is not complete
 _MOST_HELD = 3 * _MOST_PARTS
@@ -61,6 +62,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._json = tokenizer.to_str()
         self._bytes: dict[int, bytes] = {}
+        self._whole: dict[int, str] = {}
         self.vocab_size: int = num_ids(tokenizer)
         with Panics():
             special = read_special_tokens(tokenizer, directory)
@@ -77,7 +79,8 @@ class Tokenizer:
         decoder = json.loads(self._json)["decoder"] or {}
         self._decoders = [each["type"] for each in decoder.get("decoders", [decoder]) if each]
         self.is_byte_level = self._decoders == ["ByteLevel"]
-        self._anchor = self._ids("a")[-1:]
+        self._needs_before = not {"BPEDecoder", "CTC"}.isdisjoint(self._decoders)
+        self._anchor = [] if self._needs_before else self._ids("a")[-1:]
         self._splits_at_lines = self._ids("a\nb") == [*self._ids("a\n"), *self._ids("b")]
 
     @property
@@ -127,7 +130,10 @@ class Tokenizer:
 
     def guard(self, text: str) -> str:
         """Marks special tokens spelled out in a text, so that they are encoded as plain text."""
-        return self._starts.sub(lambda found: found[0] + GUARD, text)
+        marked = self._starts.sub(lambda found: found[0] + GUARD, text)
+        if marked == text and self._folds_case:  # it may have them in another case
+            return _VISIBLE.sub(lambda found: found[0] + GUARD, text, count=1)
+        return marked
 
     def id_of(self, name: str) -> int | None:
         """Returns the id of the token with this name; None if there is none."""
@@ -160,12 +166,28 @@ class Tokenizer:
         return re.compile(f"(?={self._spellings.pattern}).", re.DOTALL)
 
     @functools.cached_property
+    def _folds_case(self) -> bool:
+        """Whether special tokens are found in texts of other case too, as both are normalized."""
+        names = [
+            each["content"]
+            for each in json.loads(self._json)["added_tokens"]
+            if each["special"] and each["normalized"]
+        ]
+        cases = [(x.upper(), x.lower()) for x in names if x.upper() != x.lower()]
+        return any(self._normalized(a) == self._normalized(b) for a, b in cases)
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
+    @functools.cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         """The tokenizer with other names for special tokens, and the ids that theirs stand for."""
         values = json.loads(self._json) | {"post_processor": None}
         for each in values["added_tokens"]:
             if each["special"]:
-                each["content"] = _renamed(each["content"])
+                each["content"] = name = _renamed(each["content"])
+                each["normalized"] &= name in self._normalized(name)  # BertNormalizer drops it
         renamed = tokenizers.Tokenizer.from_str(json.dumps(values))
         own: dict[int, int] = {}
         for name in self._special:
@@ -180,15 +202,33 @@ class Tokenizer:
         with Panics():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def token_bytes(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes that a token adds to a text, maybe part of a character."""
+    def token_bytes(self, token: int, before: int | None = None) -> bytes:
+        """Returns the UTF-8 bytes that a token adds to a text, maybe part of a character.
+
+        Args:
+            before: the token before it, which BPEDecoder's and CTC's texts depend on; None: none.
+        """
+        if before is not None and self._needs_before:
+            return self._added([before], token).encode()
         if (data := self._bytes.get(token)) is None:
             data = self._bytes[token] = self._bytes_of(token)
         return data
 
-    def spelled(self, token: int) -> str:
-        """Returns the text that a token adds to a text; part of a character is shown as bytes."""
-        data = self.token_bytes(token)
+    def whole_text(self, token: int) -> str:
+        """Returns the text of a token that adds the same whole characters to every text, else ""."""
+        if (text := self._whole.get(token)) is None:
+            text = self.spelled(token) if self.is_byte_level else ""
+            is_part = text.startswith("bytes:") or text.endswith(REPLACEMENT)
+            text = self._whole[token] = "" if is_part else text
+        return text
+
+    def spelled(self, token: int, before: int | None = None) -> str:
+        """Returns the text that a token adds to a text; part of a character is shown as bytes.
+
+        Args:
+            before: as in ``token_bytes``.
+        """
+        data = self.token_bytes(token, before)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -202,9 +242,12 @@ class Tokenizer:
         if "ByteFallback" in self._decoders and (found := _BYTE_NAME.fullmatch(name)):
             return bytes.fromhex(found[1])
         # After another token, as decoders treat the first one of a text differently.
-        before = self.decode(self._anchor)
-        text = self.decode([*self._anchor, token])
-        return (text[len(before) :] if text.startswith(before) else self.decode([token])).encode()
+        return self._added(self._anchor, token).encode()
+
+    def _added(self, before: Sequence[int], token: int) -> str:
+        """Returns the text that a token adds to that of tokens before it."""
+        shown, text = self.decode(before), self.decode([*before, token])
+        return text[len(shown) :] if text.startswith(shown) else self.decode([token])
 
     def save(self, path: Path) -> None:
         """Writes a ``tokenizer.json`` that this and other libraries load.
@@ -253,8 +296,6 @@ class StreamDecoder:
         self._shown: list[int] = []
         self._held: list[int] = []
         self._before = ""  # the text of those shown
-        # Tokens that are whole characters say the same in every context.
-        self._is_free = tokenizer.is_byte_level
         for token in self._end_of(before):
             self.push(token)
         # What is held counts as said, incomplete as it may be.
@@ -263,11 +304,9 @@ class StreamDecoder:
 
     def push(self, token: int) -> str:
         """Returns the text that this token completes; empty while a character is incomplete."""
-        if self._is_free and not self._held:
-            text = self._tokenizer.spelled(token)
-            if not text.startswith("bytes:") and text and text[-1] != REPLACEMENT:
-                self._shown, self._before = [token], text
-                return text
+        if not self._held and (text := self._tokenizer.whole_text(token)):
+            self._shown, self._before = [token], text
+            return text
         self._held.append(token)
         text = self._pending()
         if not text or text.endswith(REPLACEMENT):

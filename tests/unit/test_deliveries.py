@@ -1,9 +1,18 @@
 """Event loop mailboxes: items from other threads arrive complete and in order, with few wakes."""
 
 import asyncio
+import json
+import random
 import threading
 
-from jaxinfra.serving.http.service import Deliveries, Mailbox
+import prometheus_client
+import pytest
+
+from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.serving.engine.requests import EndReason, RequestProgress, TokenScore
+from jaxinfra.serving.http.answers import CompletionForm
+from jaxinfra.serving.http.bodies import CompletionBody
+from jaxinfra.serving.http.service import Deliveries, Histogram, Mailbox
 
 _EACH = 2000
 
@@ -72,3 +81,55 @@ def test_a_loop_is_woken_once_for_all_that_came_meanwhile(monkeypatch):
         return once, count, first
 
     assert asyncio.run(wakes()) == (1, 2, [*range(50)])
+
+
+def test_tokens_that_came_at_a_time_are_one_event_of_each_choice():
+    body = CompletionBody(prompt="a", n=2, logprobs=0, stream=True)
+    form = CompletionForm("m", [(97,)], body, tokenizer=bytes_tokenizer(), echoes=None)
+
+    def said(place, text, end=None):
+        scores = (TokenScore(logprob=-1.0, top=()),)
+        progress = RequestProgress(place, tuple(text.encode()), text, end, scores=scores)
+        return place, progress
+
+    async def batches():
+        yield [said(0, "b"), said(1, "x"), said(0, "c")]
+        yield [said(1, "y", EndReason.EOS), said(0, "d"), said(0, "e", EndReason.LENGTH)]
+
+    async def written():
+        return [each async for each in form.events(batches())]
+
+    first, second, last = asyncio.run(written())
+    assert last == b"data: [DONE]\n\n"
+    told = [
+        choice
+        for each in (first + second).decode().split("\n\n")[:-1]
+        for choice in json.loads(each.removeprefix("data: "))["choices"]
+    ]
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in told] == [
+        (0, "bc", None),
+        (1, "x", None),
+        (1, "y", "stop"),
+        (0, "de", "length"),
+    ]
+    assert [c["logprobs"]["text_offset"] for c in told] == [[0, 1], [0], [1], [2, 3]]
+
+
+def test_a_histogram_counts_as_the_client_librarys():
+    bounds, draw = (0.001, 0.05, 1, 60), random.Random(1)
+    ours, theirs = (prometheus_client.CollectorRegistry() for _ in range(2))
+    made = Histogram("vllm:s", "Seconds.", bounds, model="m")
+    ours.register(made)
+    other = prometheus_client.Histogram(
+        "vllm:s", "Seconds.", ["model_name"], buckets=bounds, registry=theirs
+    ).labels("m")
+    for value in (0, *bounds, *(draw.expovariate(0.3) for _ in range(200)), 61):
+        made.observe(value)
+        other.observe(value)
+    names = [f"vllm:s_{kind}" for kind in ("count", "sum")]
+    labels = [{"model_name": "m"}] * 2
+    bucket = [{"model_name": "m", "le": le} for le in ("0.001", "0.05", "1.0", "60.0", "+Inf")]
+    for name, each in [*zip(names, labels, strict=True), *(("vllm:s_bucket", b) for b in bucket)]:
+        assert ours.get_sample_value(name, each) == pytest.approx(
+            theirs.get_sample_value(name, each)
+        )

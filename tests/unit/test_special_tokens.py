@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from golden.text import token_cases
+from tokenizers import models, normalizers, pre_tokenizers
 
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
@@ -76,6 +77,24 @@ def test_special_tokens_that_overlap_are_text_of_users_too():
         (found,) = tokenizer.encode_rendered([tokenizer.guard(text)])
         assert found.tolist() == [*text.encode()]
     assert tokenizer.encode_rendered(["<|a|>|>"])[0].tolist() == [257, 259]
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_normalized_special_tokens_are_text_of_users_too(lowercase):
+    names = ["<s>", "</s>"]
+    vocab = {piece: i for i, piece in enumerate([*names, *"<>/absS", "?"])}
+    plain = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    plain.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    plain.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    library, given = (tokenizers.Tokenizer.from_str(plain.to_str()) for _ in range(2))
+    for each in (library, given):
+        each.add_special_tokens([tokenizers.AddedToken(name, normalized=True) for name in names])
+    tokenizer = Tokenizer(given)
+    (found,) = tokenizer.encode_rendered(["<s>a</s>"])
+    assert found.tolist() == library.encode("<s>a</s>").ids
+    for text in ("</s>", "a</S>", "<S>b </s>", ""):
+        (found,) = tokenizer.encode_rendered([f"<s>{tokenizer.guard(text)}</s>"])
+        assert found.tolist() == [0, *plain.encode(text).ids, 1]
 
 
 def test_sampling_is_the_models_where_nobody_says(tmp_path):

@@ -81,11 +81,42 @@ def word_piece(seed):
     return made
 
 
+def word_ends(seed):
+    pieces = [*SPECIAL, *"abé日.'", *(f"{each}</w>" for each in ("a", "b", "ab", "é", "日", "."))]
+    model = models.BPE(
+        vocab={piece: i for i, piece in enumerate(pieces)},
+        merges=[("a", "b</w>")],
+        unk_token="<unk>",
+        end_of_word_suffix="</w>",
+    )
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens(SPECIAL)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.BPEDecoder(suffix="</w>")
+    return made
+
+
+def ctc(seed):
+    pieces = [*SPECIAL, "|", *"abé日.'", "<pad>"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    made.add_special_tokens(SPECIAL)
+    made.normalizer = normalizers.Replace(" ", "|")
+    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    made.decoder = decoders.CTC(cleanup=seed % 2 == 0)
+    return made
+
+
 KINDS = {
     f"{make.__name__} {seed}": make(seed)
-    for make in (byte_level, byte_fallback, unigram, word_piece)
+    for make in (byte_level, byte_fallback, unigram, word_piece, word_ends, ctc)
     for seed in range(2)
 }
+
+
+def bytes_of(tokenizer, ids):
+    """The bytes of tokens, each after the one before it."""
+    return b"".join(map(tokenizer.token_bytes, ids, [None, *ids[:-1]]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,14 +128,14 @@ def test_tokens_are_text_as_the_library_has_it(kind, text, cut, stops):
     whole = library.decode(ids, skip_special_tokens=False)
     assert ours.encode(text).tolist() == ids
     assert ours.decode(ids) == whole
-    data = b"".join(ours.token_bytes(token) for token in ids)
+    data = bytes_of(ours, ids)
     assert data.decode().lstrip(" ") == whole.lstrip(" ")
     num = int(cut * len(ids))
     stream = TextStream(ours, ids[:num], ["stop that does not come"] if stops else [])
     pieces = [stream.push(token) for token in ids[num:]]
     streamed = "".join(pieces) + stream.flush()
     # What the prompt has of a character that it breaks off in is not said again.
-    said = b"".join(ours.token_bytes(token) for token in ids[:num]).decode(errors="ignore")
+    said = bytes_of(ours, ids[:num]).decode(errors="ignore")
     assert streamed == (data.decode()[len(said) :] if num else whole)
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -187,7 +218,8 @@ def test_offsets_fit_the_text(kind, echo):
     told += form.choice(0, part_of(rest, [[] for _ in rest]))["logprobs"]["text_offset"]
     tokens = [*given, *new]
     assert len(told) == len(tokens)
-    for token, at, after in zip(tokens, told, [*told[1:], len(whole)], strict=True):
-        data = tokenizer.token_bytes(token)
+    before = [None if echo else prompt[-1], *tokens]
+    for last, token, at, after in zip(before, tokens, told, [*told[1:], len(whole)], strict=False):
+        data = tokenizer.token_bytes(token, last)
         if token != end and whole[at:after] and not tokenizer.spelled(token).startswith("bytes:"):
             assert whole[at:after].strip() in data.decode()

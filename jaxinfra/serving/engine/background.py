@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -90,7 +91,7 @@ class EngineThread:
         for request in requests:
             self.engine.check(request)
         tickets = [
-            Ticket(request, lambda progress, place=place: listen(place, progress))
+            Ticket(request, functools.partial(listen, place))
             for place, request in enumerate(requests)
         ]
         with self._changed:

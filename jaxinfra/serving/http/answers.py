@@ -1,9 +1,10 @@
 """Builds answers in the format of OpenAI's API, as one body or as a stream of events."""
 
 import dataclasses
+import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, final
 
 import prometheus_client
@@ -106,6 +107,7 @@ class AnswerForm:
         tokenizer: Tokenizer,
     ):
         self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
+        self._last: dict[int, int] = {}  # of each choice, the last token
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -159,34 +161,43 @@ class AnswerForm:
     async def events(self, batches: ProgressBatches) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events: one per piece of text, then the end.
 
-        Events of pieces that came at a time are yielded as one value, which is one write.
+        A choice's tokens that came at a time are one piece; pieces of one time are one value.
         """
-        usage, begun = Usage(prompts=self._prompts), set()
+        usage, begun = Usage(prompts=self._prompts), set[int]()
         options = self._body.stream_options
         head = self._head | {"object": self.chunk}
         async for arrived in batches:
-            told = []
+            parts: dict[int, ChoicePart] = {}
             for place, came in arrived:
                 progress = self._wanted(came)
                 usage.count(place, progress)
                 if progress.end is EndReason.ERROR:
                     error = error_body(progress.error or "", kind="server_error")
-                    yield b"".join([*told, event({"error": error})])
+                    yield b"".join([*self._pieces(parts, begun, head), event({"error": error})])
                     return
-                is_first = place not in begun
-                part = self.before(place) if is_first else ChoicePart()
+                if (part := parts.get(place)) is None:
+                    part = parts[place] = self.before(place) if place not in begun else ChoicePart()
                 part.add(progress)
-                if part.text or part.finish or part.scores or is_first:
-                    begun.add(place)
-                    for choice in self.pieces(place, part, is_first=is_first):
-                        extra = self.extra_fields() if is_first else {}
-                        told.append(event(head | {"choices": [choice]} | extra))
-            if told:
+            if told := self._pieces(parts, begun, head):
                 yield b"".join(told)
         if options is not None and options.include_usage:
             counts = usage.body(reasoning=self.reasoning_tokens)
             yield event(head | {"choices": [], "usage": counts})
         yield b"data: [DONE]\n\n"
+
+    def _pieces(
+        self, parts: Mapping[int, ChoicePart], begun: set[int], head: Mapping[str, Any]
+    ) -> list[bytes]:
+        """Returns the events of choices' new parts; adds those that begin to ``begun``."""
+        told = []
+        for place, part in parts.items():
+            is_first = place not in begun
+            if part.text or part.finish or part.scores or is_first:
+                begun.add(place)
+                extra = self.extra_fields() if is_first else {}
+                for choice in self.pieces(place, part, is_first=is_first):
+                    told.append(event({**head, "choices": [choice], **extra}))
+        return told
 
     def _wanted(self, progress: RequestProgress) -> RequestProgress:
         """Drops the sampled token if the client asked for none: the engine samples at least one."""
@@ -201,7 +212,8 @@ class AnswerForm:
         """Returns ``prompt_logprobs`` as in vLLM: per prompt token, log-probabilities by id."""
         most = self._body.prompt_logprobs or 0
         result: list[dict[str, dict[str, Any]] | None] = [None]
-        for token, score in zip(prompt[1:], part.prompt_scores, strict=True):
+        pairs = itertools.pairwise(prompt)
+        for (before, token), score in zip(pairs, part.prompt_scores, strict=True):
             ranks = {other: rank for rank, (other, _) in enumerate(score.top, start=1)}
             likely = dict(score.top[:most]) | {token: score.logprob}
             result.append(
@@ -209,18 +221,28 @@ class AnswerForm:
                     str(each): {
                         "logprob": value,
                         "rank": ranks.get(each),  # null beyond those that were asked for
-                        "decoded_token": self._tokenizer.spelled(each),
+                        "decoded_token": self._tokenizer.spelled(each, before),
                     }
                     for each, value in likely.items()
                 }
             )
         return result
 
-    def _named(self, scores: Sequence[tuple[int, float]]) -> dict[str, float]:
+    def tokens_before(self, index: int, part: ChoicePart) -> list[int | None]:
+        """Returns the token before each token of a choice's next part; None before the prompt."""
+        tokens = [*part.prompt, *part.tokens]
+        last = (
+            None if part.prompt else self._last.get(index, self._prompts[index // self._body.n][-1])
+        )
+        if tokens:
+            self._last[index] = tokens[-1]
+        return [last, *tokens][: len(tokens)]
+
+    def _named(self, scores: Sequence[tuple[int, float]], before: int | None) -> dict[str, float]:
         """Maps tokens to distinct texts; tokens of equal text are told apart by their ids."""
         found: dict[str, float] = {}
         for token, value in scores:
-            text = self._tokenizer.spelled(token)
+            text = self._tokenizer.spelled(token, before)
             found[f"token_id:{token}" if text in found else text] = value
         return found
 
@@ -278,12 +300,13 @@ class CompletionForm(AnswerForm):
         tokens = [*part.prompt, *part.tokens]
         told = [*(part.prompt_scores if part.prompt else ()), *part.scores]
         scores = [*[None] * (len(tokens) - len(told)), *told]
-        most = self._body.num_scores
+        most, before = self._body.num_scores, self.tokens_before(index, part)
         return {
-            "tokens": [self._tokenizer.spelled(token) for token in tokens],
+            "tokens": [*map(self._tokenizer.spelled, tokens, before)],
             "token_logprobs": [None if each is None else each.logprob for each in scores],
             "top_logprobs": [
-                None if each is None else self._named(each.top[:most]) for each in scores
+                None if each is None else self._named(each.top[:most], last)
+                for each, last in zip(scores, before, strict=True)
             ],
             "text_offset": self._offsets(index, tokens),
         }

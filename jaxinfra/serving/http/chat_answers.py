@@ -75,21 +75,22 @@ class ChatForm(AnswerForm):
     def _wrapped(self, index: int, part: ChoicePart) -> dict[str, Any]:
         told, most = None, self._body.num_scores
         if most is not None:
-            both = zip(part.tokens, part.scores, strict=True)
+            before = self.tokens_before(index, part)
             told = {
                 "content": [
-                    self._scored(token, score.logprob)
-                    | {"top_logprobs": [self._scored(*each) for each in score.top[:most]]}
-                    for token, score in both
+                    self._scored(token, score.logprob, last)
+                    | {"top_logprobs": [self._scored(*each, last) for each in score.top[:most]]}
+                    for token, score, last in zip(part.tokens, part.scores, before, strict=True)
                 ]
             }
         finish = "tool_calls" if part.finish == "stop" and self._items[index].calls else part.finish
         body = {"index": index, "logprobs": told, "finish_reason": finish}
         return body | ({"token_ids": part.tokens} if self._body.return_token_ids else {})
 
-    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
-        data = [*self._tokenizer.token_bytes(token)]
-        return {"token": self._tokenizer.spelled(token), "logprob": logprob, "bytes": data}
+    def _scored(self, token: int, logprob: float, before: int | None) -> dict[str, Any]:
+        data = [*self._tokenizer.token_bytes(token, before)]
+        text = self._tokenizer.spelled(token, before)
+        return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def _call(item: AnswerItem, arguments: str) -> dict[str, Any]:
