@@ -215,7 +215,7 @@ class Tokenizer:
         return data
 
     def whole_text(self, token: int) -> str:
-        """Returns the text of a token that adds the same whole characters to every text, else ""."""
+        """Returns the whole characters that a token adds to every text; "" if they are not."""
         if (text := self._whole.get(token)) is None:
             text = self.spelled(token) if self.is_byte_level else ""
             is_part = text.startswith("bytes:") or text.endswith(REPLACEMENT)
