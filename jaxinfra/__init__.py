@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from jaxinfra.config.preferences import PreferenceLoss as PreferenceLoss
     from jaxinfra.config.recurrent import GatedDeltaConfig as GatedDeltaConfig
     from jaxinfra.config.recurrent import StateSpaceConfig as StateSpaceConfig
+    from jaxinfra.config.rl import Algorithm as Algorithm
+    from jaxinfra.config.rl import RlConfig as RlConfig
     from jaxinfra.config.rope import RopeConfig as RopeConfig
     from jaxinfra.config.run import CheckpointConfig as CheckpointConfig
     from jaxinfra.config.run import KeptValues as KeptValues
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from jaxinfra.model.passes import LayerOutput as LayerOutput
     from jaxinfra.model.passes import Pass as Pass
     from jaxinfra.model.passes import Sums as Sums
+    from jaxinfra.reinforcement.session import rl as rl
     from jaxinfra.serving.convert import Conversion as Conversion
     from jaxinfra.serving.convert import convert as convert
     from jaxinfra.serving.harness import evaluate_tasks as evaluate_tasks
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
     from jaxinfra.training.metrics import StopTraining as StopTraining
     from jaxinfra.training.metrics import TensorBoardLogger as TensorBoardLogger
     from jaxinfra.training.metrics import WandbLogger as WandbLogger
+    from jaxinfra.training.policy import policy_loss as policy_loss
     from jaxinfra.training.preferences import PairLoss as PairLoss
     from jaxinfra.training.preferences import preference_loss as preference_loss
     from jaxinfra.training.session import train as train
@@ -148,6 +152,10 @@ _PUBLIC = {
         "GatedDeltaConfig",
         "StateSpaceConfig",
     ),
+    "jaxinfra.config.rl": (
+        "Algorithm",
+        "RlConfig",
+    ),
     "jaxinfra.config.rope": ("RopeConfig",),
     "jaxinfra.config.run": (
         "CheckpointConfig",
@@ -169,6 +177,7 @@ _PUBLIC = {
         "Pass",
         "Sums",
     ),
+    "jaxinfra.reinforcement.session": ("rl",),
     "jaxinfra.serving.convert": (
         "Conversion",
         "convert",
@@ -193,6 +202,7 @@ _PUBLIC = {
         "SourceRead",
         "read_mixture",
     ),
+    "jaxinfra.training.policy": ("policy_loss",),
     "jaxinfra.training.preferences": (
         "PairLoss",
         "preference_loss",

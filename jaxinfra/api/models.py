@@ -14,6 +14,7 @@ from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import runs
+from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.model.definition import by_path, define_model, is_weight
@@ -122,6 +123,7 @@ def start_from(
     lora: LoraConfig | None = None,
     chat: bool = False,
     preferences: PreferenceConfig | None = None,
+    rl: RlConfig | None = None,
 ) -> RunConfig:
     """Returns the config of a run that trains a model further, with usual settings. Add data to it,
     and change any setting with ``override``.
@@ -131,6 +133,7 @@ def start_from(
         lora: adapters to train while the model stays frozen; None: train all parameters.
         chat: the data are conversations, rendered with the model's chat template.
         preferences: the data are pairs of a preferred and a rejected answer.
+        rl: the run learns from a reward function: ``jaxinfra.rl`` trains it.
 
     Raises:
         ConfigError: there is no model, or its architecture is not supported.
@@ -148,6 +151,7 @@ def start_from(
         lora=lora,
         chat=chat,
         preferences=preferences,
+        rl=rl,
     )
 
 

@@ -58,6 +58,7 @@ class RunDirectory:
     checkpoints = _Place("checkpoints")  # verified ones (``checkpointer.py``)
     trace = _Place("trace")  # profiler traces, where asked for
     reference = _Place("reference")  # the reference model's log probabilities of answers
+    samples = _Place("samples")  # completions of rollouts with their rewards, to read
     incidents_file = _Place("incidents.jsonl")  # what went wrong and what was done
     environments_file = _Place("environments.jsonl")  # that each session's steps were computed in
     goodput_file = _Place("goodput.jsonl")  # where the wall time went, by session and cause

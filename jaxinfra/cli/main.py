@@ -21,6 +21,7 @@ from jaxinfra.runtime.signals import RESUMABLE_EXIT, process_request
 
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "rl": "train a model by reinforcement learning from a reward function",
     "presets": "list the named models and runs: sizes, and their use",
     "generate": "generate text with a run or a Hugging Face model",
     "chat": "talk with a model in the terminal",
@@ -43,7 +44,7 @@ COMMANDS = {
 }
 """Name to help; the module of the same name in this package is imported when it is called."""
 
-_RESTARTED = ("train", "launch")
+_RESTARTED = ("train", "rl", "launch")
 """Commands that a scheduler starts again where they end with RESUMABLE_EXIT."""
 
 _REMEDIES = {

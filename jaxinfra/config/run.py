@@ -15,6 +15,7 @@ from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.record import record
+from jaxinfra.config.rl import RlConfig
 from jaxinfra.errors import ConfigError
 
 
@@ -263,3 +264,9 @@ class RunConfig:
     init: InitConfig | None = None  # None: random weights
     lora: LoraConfig | None = None  # None: every parameter is trained
     preferences: PreferenceConfig | None = None  # None: a loss on tokens, not on answer pairs
+    rl: RlConfig | None = None  # None: the data are given, not sampled by the model
+
+    @property
+    def command(self) -> str:
+        """Name of the command that trains the run."""
+        return "train" if self.rl is None else "rl"

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxinfra.config.data import PAIRED
+from jaxinfra.config.data import PAIRED, DataFormat, TokenizerKind
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.kinds import Head
 from jaxinfra.config.mesh import EXPERT, MeshConfig
@@ -89,6 +89,7 @@ def validate(run: RunConfig) -> None:
             "optimizer.warmup_steps"
         )
     _validate_preferences(run)
+    _validate_rl(run)
     _validate_own(run)
     _validate_sharding(run)
     _validate_context(run)
@@ -153,6 +154,57 @@ def _validate_preferences(run: RunConfig) -> None:
         raise ConfigError(
             f"preferences loss={preferences.loss.value} compares with the model that the run "
             "starts from: name it with --init DIR, or choose simpo, orpo or cpo"
+        )
+
+
+def _validate_rl(run: RunConfig) -> None:
+    rl, data, training = run.rl, run.data, run.training
+    if rl is None:
+        return
+    for text in _refused_with_rl(run):
+        raise ConfigError(text)
+    rows = training.batch_size * rl.steps_per_rollout
+    if rows % rl.group_size:
+        raise ConfigError(
+            f"a rollout of {rows} completions (batch_size={training.batch_size} x steps_per_rollout"
+            f"={rl.steps_per_rollout}) is not a multiple of rl.group_size={rl.group_size}"
+        )
+    if rl.max_new_tokens > training.sequence_length:
+        raise ConfigError(
+            f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in training."
+            f"sequence_length={training.sequence_length}; raise the latter"
+        )
+    if data.tokenizer.kind is TokenizerKind.BPE or data.format is not DataFormat.TEXT:
+        raise ConfigError(
+            f"rl with data.format={data.format} and tokenizer kind={data.tokenizer.kind}: prompts "
+            "are read from rl.prompts, for a tokenizer that there is; set format=text, and "
+            "kind=file or bytes"
+        )
+
+
+def _refused_with_rl(run: RunConfig) -> Iterator[str]:
+    """Messages about settings of the run that reinforcement learning cannot have."""
+    training = run.training
+    if run.mesh.num_devices > 1:
+        yield (
+            f"rl on a mesh of {run.mesh.num_devices} devices: rollouts and training share one "
+            "device so far; leave the mesh out"
+        )
+    if run.preferences is not None:
+        yield "rl with preferences: each has a loss of its own; set one of them"
+    if run.model.head is not Head.LOGITS:
+        yield f"rl with model head={run.model.head.value}: sampling needs logits"
+    if of_tokens := [n for n in ("loss", "z_loss", "label_smoothing") if getattr(training, n)]:
+        yield f"rl with training.{', '.join(of_tokens)}: rl has a loss of its own; leave it out"
+    if run.model.dropout_rate > 0.0:
+        yield (
+            f"rl with model.dropout_rate={run.model.dropout_rate}: the trainer's probabilities "
+            "would not be those that completions were sampled with; set 0"
+        )
+    if run.precision.fp8 is not None:
+        yield (
+            "rl with precision.fp8: the trainer's probabilities would not be those that "
+            "completions were sampled with; leave fp8 out"
         )
 
 

@@ -16,6 +16,17 @@ from jaxinfra.errors import ConfigError
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout[Array: (jax.Array, np.ndarray)]:
+    """Arrays that a policy loss reads beside the tokens of completions, all float32 ``[B, T]``."""
+
+    advantages: Array  # of each target's completion
+    old: Array  # log probability of each target before the first step on it, in nats
+    importance: Array  # truncated ratio of the trainer's probability to the engine's
+    share: Array  # weight of the target in the loss, times the number of counted targets
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch[Array: (jax.Array, np.ndarray)]:
     """Rows of packed documents, all ``[B, T]``: NumPy arrays when loaded, JAX arrays when placed.
 
@@ -31,6 +42,7 @@ class Batch[Array: (jax.Array, np.ndarray)]:
     weights: Array  # float32: 0 where the target must not count
     # float32: log probability of each target under a reference model, where a loss compares.
     reference: Array | None = None
+    rollout: Rollout[Array] | None = None  # of completions that the model sampled; else None
 
 
 def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -117,7 +117,7 @@ def merge_rows(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[n
     """Joins parts of a batch; each comes with the indices of its rows in the batch."""
     if len(parts) == 1 and (np.diff(parts[0][0]) == 1).all():
         return parts[0][1]
-    merged = {}
+    merged: dict[str, Any] = {}
     for field in dataclasses.fields(Batch):
         first = getattr(parts[0][1], field.name)
         if first is None:

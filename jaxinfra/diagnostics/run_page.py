@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from jaxinfra.diagnostics.run_view import RunView
 from jaxinfra.runtime.picture_style import GREEN, RED, new_picture
-from jaxinfra.training.summary import loss_unit, mixture_cells, smoothed
+from jaxinfra.training.summary import learning_curve, mixture_cells, smoothed
 
 type _Places = Sequence[tuple[int, int]]
 """Block of every layer, and the layer's number among that block's repetitions."""
@@ -116,12 +116,13 @@ def draw_balance(records: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 def draw_curves(views: Sequence[RunView]) -> Figure:
-    """Plots runs' training losses, raw and smoothed, with held-out losses as points."""
-    units = " and ".join(dict.fromkeys(loss_unit(view.records) for view in views))
-    figure, axes = _new_plot(3.6, "step", f"loss, {units} (points: held-out)")
+    """Plots runs' training losses, or rewards, raw and smoothed, with held-out losses as points."""
+    curves = [learning_curve(view.records) for view in views]
+    labels = " and ".join(dict.fromkeys(label for _, label in curves))
+    figure, axes = _new_plot(3.6, "step", f"{labels} (points: held-out)")
     for number, view in enumerate(views):
         color = f"C{number}"
-        steps, losses = _column(view.records, "loss")
+        steps, losses = _column(view.records, curves[number][0])
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         axes.plot(steps, smoothed(losses), color=color, label=view.path.name)
         if view.heldout:

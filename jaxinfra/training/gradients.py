@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxinfra.config.parts import find_part
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
+from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError
@@ -23,6 +24,7 @@ from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import sum_gradients_once
+from jaxinfra.training.policy import policy_sums
 from jaxinfra.training.preferences import count_pairs, pair_sums, target_values
 
 
@@ -68,7 +70,7 @@ class GradientFunction(abc.ABC):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSums:
     """Loss sums over a batch's counted targets or, in preference training, over its pairs of
-    answers. Dividing by the number of targets or pairs gives means.
+    answers, or over completions. Dividing by the number of targets or pairs gives means.
     """
 
     objective: Float[Array, ""]  # the sum that is differentiated
@@ -86,6 +88,7 @@ def batch_loss(
     label_smoothing: float = 0.0,
     loss: str | None = None,
     preferences: PreferenceConfig | None = None,
+    rl: RlConfig | None = None,
     sequence_shards: int = 1,
     per_target: Float[Array, ""] | None = None,
     dropout_key: Key[Array, ""] | None = None,
@@ -97,27 +100,33 @@ def batch_loss(
         loss: name of the user's loss function (``jaxinfra.part``) in place of the cross entropy;
             ``nll`` is then its sum.
         preferences: settings of the preference loss, if the batch has pairs of answers.
+        rl: settings of the policy loss, if the batch has completions that the model sampled.
         sequence_shards: number of devices that each sequence is sharded over; used with pairs.
         per_target: weight of losses that layers add, such as balance losses: pairs per counted
             target of the whole batch; None stands for 1.
     """
-    decoder = model.bind(tree)
+    decoder, is_of_tokens = model.bind(tree), preferences is None and rl is None
     out = decoder.run(
         batch.tokens,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout_key=dropout_key,
-        behind=decoder.vocabulary_table if loss is None and preferences is None else None,
+        behind=decoder.vocabulary_table if is_of_tokens and loss is None else None,
     )
-    if preferences is None:
+    if is_of_tokens:
         options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "loss": loss}
         sums = hidden_loss(model, tree, out.x, batch, table=out.behind, **options)
         objective, nll, figures = sums.total, sums.nll, {}
     else:
-        _require_reference(preferences, batch)
+        if preferences is not None:
+            _require_reference(preferences, batch)
         each_BT = target_values(model, tree, out.x, batch.targets, sequence_shards=sequence_shards)
         with jax.named_scope("loss"):
-            found = pair_sums(each_BT, batch, preferences)
+            if rl is not None:
+                found = policy_sums(each_BT, batch, rl)
+            else:
+                assert preferences is not None
+                found = pair_sums(each_BT, batch, preferences)
         objective, nll, figures = found.loss, found.loss, found.figures
     for emitted in jax.tree.leaves([block.losses for block in out.sums]):
         added_loss = jnp.sum(emitted)
@@ -215,6 +224,7 @@ class AccumulatedGradient(GradientFunction):
 
     placement: Placement | None = None  # shardings of the state on the mesh
     preferences: PreferenceConfig | None = None  # preference loss, if batches have pairs of answers
+    rl: RlConfig | None = None  # policy loss, if batches have completions that the model sampled
 
     def __call__(
         self,
@@ -300,6 +310,7 @@ class AccumulatedGradient(GradientFunction):
                 label_smoothing=training.label_smoothing,
                 loss=training.loss,
                 preferences=self.preferences,
+                rl=self.rl,
                 sequence_shards=1 if self.placement is None else self.placement.sequence_shards,
                 per_target=per_target,
                 dropout_key=key if model.drops_out else None,

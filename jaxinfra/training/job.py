@@ -20,7 +20,7 @@ from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.config.validate import may_keep_gathered, validate
-from jaxinfra.data.batch import Batch
+from jaxinfra.data.batch import Batch, Rollout
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, only
 from jaxinfra.model.gradients import Gradients
@@ -420,7 +420,11 @@ def _gradient(config: RunConfig, model: ModelDefinition, placement: Placement) -
             model, training=training, pipeline=config.pipeline, placement=placement
         )
     return AccumulatedGradient(
-        model, training=training, placement=placement, preferences=config.preferences
+        model,
+        training=training,
+        placement=placement,
+        preferences=config.preferences,
+        rl=config.rl,
     )
 
 
@@ -464,14 +468,20 @@ def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.sta
 
     ids = rows(jnp.int32)
     number = rows(jnp.dtype("float32"))
-    has_reference = job.config.preferences is not None and job.config.preferences.has_reference
+    preferences, rl = job.config.preferences, job.config.rl
+    has_reference = preferences is not None and preferences.has_reference
+    rollout: Any = None
+    if rl is not None:
+        has_reference = rl.kl > 0.0
+        rollout = Rollout(advantages=number, old=number, importance=number, share=number)
     batch: Any = Batch(
         tokens=ids,
         targets=ids,
-        segment_ids=ids,
-        positions=ids,
+        segment_ids=None if rl is not None else ids,
+        positions=None if rl is not None else ids,
         weights=number,
         reference=number if has_reference else None,
+        rollout=rollout,
     )
     frozen = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -20,6 +20,7 @@ from jaxinfra.training.evaluation import Between, Interrupted, evaluate_sets
 from jaxinfra.training.examine import explain_spike, locate_nonfinite
 from jaxinfra.training.job import Job, StepPrograms
 from jaxinfra.training.metrics import MetricsLog
+from jaxinfra.training.own_data import PolicyBatches
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Clock, Progress
 from jaxinfra.training.start import Start, first_state
@@ -102,7 +103,8 @@ class Trainer:
             why = f" ({self._log.stopped})" if self._log.stopped and str(self._log.stopped) else ""
             self._progress.message(
                 f"stopped by {self._stop.cause}{why} at step {self._step}, saved; continue with "
-                f"jaxinfra train --resume {shlex.quote(str(self._run.path))}"
+                f"jaxinfra {self._job.config.command} --resume "
+                f"{shlex.quote(str(self._run.path))}"
             )
             return Outcome(summary=None, step=self._step)
         require_applied(self._log.find("skipped"), steps=self._training.steps)
@@ -161,7 +163,9 @@ class Trainer:
             step + 1, num_ready=batches.num_ready, busy_readers=batches.busy_fraction
         )
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            batch = self._stop.wait_for(functools.partial(next, self._batches))
+            if isinstance(batches, PolicyBatches):
+                batches.follow(self._state)
+            batch = self._stop.wait_for(functools.partial(next, batches))
             input_s = self._watch.phase("place", step + 1)
             samples = self._batches.sample_ids(self._batches.step - 1)
             read = rows_checksum(batch.tokens, first=self._share[0] * len(batch.tokens))

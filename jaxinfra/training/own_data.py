@@ -1,5 +1,6 @@
 """Batches and held-out sets that a script gives to ``train`` in place of the config's texts."""
 
+import abc
 import collections
 import dataclasses
 import json
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Int64
 
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.data import OWN_SOURCE, DataConfig, DataFormat, TokenizerKind
 from jaxinfra.config.mixture import OWN
 from jaxinfra.config.run import RunConfig
@@ -19,15 +21,84 @@ from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, sample_ids
 from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.training.job import Job
+from jaxinfra.training.state import State
 
 _REMEMBERED = 4  # last batches, which a report of a bad step reads again
 _STATES = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 """Methods that give and take a state: those of PyTorch's and Hugging Face's loaders, of Grain's."""
 
-type Batches = TrainIterator | OwnBatches
+type Batches = TrainIterator | OwnBatches | PolicyBatches
 """An iterator over this process's rows of each step's batch."""
 type Texts = Corpora | OwnTexts
 """The tokenizer of a run, and the sets that it is evaluated on."""
+
+
+class PolicyBatches(abc.ABC):
+    """Iterator over batches that depend on the state of the model, with the methods of
+    ``TrainIterator``.
+    """
+
+    busy_fraction = 1.0
+    num_ready = 0  # batches are made when they are asked for
+    step = 0  # of the next batch
+
+    @abc.abstractmethod
+    def follow(self, state: State) -> None:
+        """Takes the state that the next batch is made with; it is read before the next step."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def __next__(self) -> Batch[np.ndarray]: ...
+
+    @abc.abstractmethod
+    def batch(self, step: int) -> Batch[np.ndarray]:
+        """Returns one of the last batches again."""
+
+    @abc.abstractmethod
+    def sample_ids(self, step: int) -> Int64[np.ndarray, "B"]:
+        """Returns the numbers of the rows of a step's batch."""
+
+    @abc.abstractmethod
+    def read(self, step: int) -> dict[str, float]:
+        """Returns what the record of a step says of its batch."""
+
+    def row_sources(self, step: int) -> None:
+        """Returns None: there are no named sources."""
+        del step
+
+    @abc.abstractmethod
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        """Returns the state for a checkpoint, to continue with the batch of ``step``."""
+
+    @abc.abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues with the step in ``state``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends what makes batches."""
+
+
+class PolicyData(abc.ABC):
+    """Data that a run's own model makes, as reinforcement learning does."""
+
+    validation: Mapping[str, Iterable[Any]] = {}
+    makes_batches = True
+
+    @abc.abstractmethod
+    def named_in(self, config: RunConfig) -> RunConfig:
+        """Returns the config with ``data.source`` set to a mark that batches are given."""
+
+    @abc.abstractmethod
+    def texts(self, config: RunConfig, tokenizer: Tokenizer | None) -> "OwnTexts":
+        """Returns the tokenizer given or the configured one; there are no texts to evaluate on."""
+
+    @abc.abstractmethod
+    def batches(self, job: Job, run: RunDirectory, say: Callable[[str], None]) -> PolicyBatches:
+        """Opens the batches of a run from step 0."""
 
 
 @final
@@ -39,8 +110,10 @@ class OwnData:
     validation: Mapping[str, Iterable[Any]]
 
     @classmethod
-    def of(cls, data: Any, validation: Any) -> "OwnData | None":
+    def of(cls, data: Any, validation: Any) -> "OwnData | PolicyData | None":
         """Returns the script's data, or None; raises ConfigError for what is not iterable."""
+        if isinstance(data, PolicyData):
+            return data
         if data is None and validation is None:
             return None
         sets = validation if isinstance(validation, Mapping) else {OWN: validation}
@@ -57,6 +130,17 @@ class OwnData:
                     "reads it from its start; give a list, or an object whose __iter__ begins anew"
                 )
         return cls(data=data, validation=sets)
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether the script gives batches to train on."""
+        return self.data is not None
+
+    def batches(self, job: Job, run: RunDirectory, say: Callable[[str], None]) -> "OwnBatches":
+        """Opens the script's batches from its first one."""
+        del run
+        assert self.data is not None, "makes_batches"
+        return OwnBatches(self.data, job.config, share=job.process_share(), say=say)
 
     def named_in(self, config: RunConfig) -> RunConfig:
         """Returns the config with ``data.source`` set to a mark that a script gives the batches.
@@ -86,10 +170,14 @@ class OwnData:
 
     def texts(self, config: RunConfig, tokenizer: Tokenizer | None) -> "OwnTexts":
         """Returns the sets to evaluate on, with the tokenizer given or the configured one."""
-        if tokenizer is None:
-            path = config.data.tokenizer.path
-            tokenizer = Tokenizer.load(Path(path).expanduser()) if path else bytes_tokenizer()
-        return OwnTexts(tokenizer=tokenizer, heldout=dict(self.validation))
+        found = configured_tokenizer(config) if tokenizer is None else tokenizer
+        return OwnTexts(tokenizer=found, heldout=dict(self.validation))
+
+
+def configured_tokenizer(config: RunConfig) -> Tokenizer:
+    """Loads the tokenizer of a config whose kind is file or bytes."""
+    path = config.data.tokenizer.path
+    return Tokenizer.load(Path(path).expanduser()) if path else bytes_tokenizer()
 
 
 @final

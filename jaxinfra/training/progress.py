@@ -122,6 +122,8 @@ def status_cells(
         cells.append(("loss scale", f"{record['loss_scale']:g}"))
     if "preferences/accuracy" in record:  # of pairs in order, or of answers rewarded as they are
         cells.append(("right", f"{record['preferences/accuracy']:.0%}"))
+    if "rl/reward" in record:
+        cells.append(("reward", f"{record['rl/reward']:.3f}"))
     if record["skipped"]:
         cells.append(("skipped", str(record["skipped"])))
     if left_out:  # choices of experts, dropped or without room in the exchange

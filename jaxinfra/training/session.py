@@ -41,7 +41,7 @@ from jaxinfra.training.describe import (
 from jaxinfra.training.job import Job, make_job
 from jaxinfra.training.loop import Trainer
 from jaxinfra.training.metrics import Callback, MetricsLog
-from jaxinfra.training.own_data import OwnData
+from jaxinfra.training.own_data import OwnData, PolicyData
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Clock, Progress
 from jaxinfra.training.recompute.optimal import draw_choice
@@ -64,7 +64,7 @@ def train(
     cache_dir: Path | None = None,
     profile: ProfileRange | None = None,
     callbacks: Sequence[Callback] = (),
-    data: Iterable[Any] | None = None,
+    data: Iterable[Any] | PolicyData | None = None,
     validation: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
 ) -> Outcome:
     """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
@@ -96,7 +96,7 @@ def train(
     with noted_signals() as stop, contextlib.ExitStack() as resources:
         own, given = OwnData.of(data, validation), codec.normalized(config, RunConfig)
         run, cache_dir = RunDirectory(local_path(directory)), cache_dir or user_cache()
-        stop.words, cluster = functools.partial(_nothing_lost, run), connect()
+        stop.words, cluster = functools.partial(_nothing_lost, run, given.command), connect()
         rank = 0 if cluster is None else cluster.process_id
         faults.arm(os.environ, rank=rank, attempt=attempt())
         keep_compiled_programs(cache_dir)
@@ -123,7 +123,7 @@ class _Session:
     """One call of ``train``, once its process knows the others."""
 
     config: RunConfig
-    own: OwnData | None  # of the script that called
+    own: OwnData | PolicyData | None  # of the script that called
     run: RunDirectory
     resume: bool
     cache_dir: Path
@@ -168,7 +168,9 @@ class _Session:
             ) from error
         except Stopped:
             assert self.stop.asked is not None
-            progress.message(f"stopped by {self.stop.asked.name}{_nothing_lost(run)}")
+            progress.message(
+                f"stopped by {self.stop.asked.name}{_nothing_lost(run, config.command)}"
+            )
             step = max(directory_layout.steps(run.checkpoints), default=0)
             return Outcome(summary=None, step=step)
 
@@ -247,10 +249,15 @@ class _Session:
         )
 
 
-def _fitting(config: RunConfig, own: OwnData | None, progress: Progress) -> RunConfig:
+def _fitting(config: RunConfig, own: OwnData | PolicyData | None, progress: Progress) -> RunConfig:
     """The config with the source of a script's data, and a warm-up no longer than the run, which is
     said where it changes.
     """
+    if (config.rl is not None) != isinstance(own, PolicyData):
+        raise ConfigError(
+            f"a config {'without' if config.rl is None else 'with'} rl: `jaxinfra rl` and "
+            "jaxinfra.rl are for runs that have it, `jaxinfra train` and jaxinfra.train for others"
+        )
     config = config if own is None else own.named_in(config)
     fitting = with_warmup(config)
     if fitting is not config:
@@ -258,9 +265,9 @@ def _fitting(config: RunConfig, own: OwnData | None, progress: Progress) -> RunC
     return fitting
 
 
-def _nothing_lost(run: RunDirectory) -> str:
+def _nothing_lost(run: RunDirectory, command: str) -> str:
     how = (
-        f"continue with jaxinfra train --resume {shlex.quote(str(run.path))}"
+        f"continue with jaxinfra {command} --resume {shlex.quote(str(run.path))}"
         if run.config_file.is_file()
         else "start it again"
     )

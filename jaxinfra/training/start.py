@@ -26,7 +26,7 @@ from jaxinfra.errors import CheckpointError, ConfigError, JaxinfraError
 from jaxinfra.model.definition import Parameters, define_model, merged, without
 from jaxinfra.runtime.files import require_type
 from jaxinfra.training.job import Job
-from jaxinfra.training.own_data import Batches, OwnBatches, OwnData, Texts
+from jaxinfra.training.own_data import Batches, OwnData, PolicyData, Texts
 from jaxinfra.training.profile import ProfileRange
 from jaxinfra.training.run_data import batches_of, open_data
 from jaxinfra.training.state import State
@@ -172,7 +172,7 @@ class Start:
 def _texts_and_batches(
     job: Job,
     run: RunDirectory,
-    own: OwnData | None,
+    own: OwnData | PolicyData | None,
     *,
     cache_dir: Path,
     initial: Callable[[], State],
@@ -180,12 +180,8 @@ def _texts_and_batches(
     tokenizer: Tokenizer | None = None,
 ) -> tuple[Texts, Batches]:
     """Opens the texts and the batches of a run from step 0, of its config or of a script."""
-    if own is not None and own.data is not None:
-        share = job.process_share()
-        return (
-            own.texts(job.config, tokenizer),
-            OwnBatches(own.data, job.config, share=share, say=say),
-        )
+    if own is not None and own.makes_batches:
+        return own.texts(job.config, tokenizer), own.batches(job, run, say)
     corpora = open_data(
         job,
         cache_dir=cache_dir,
@@ -204,7 +200,7 @@ def new_start(
     resources: contextlib.ExitStack,
     *,
     cache_dir: Path,
-    own: OwnData | None,
+    own: OwnData | PolicyData | None,
     say: Callable[[str], None],
 ) -> Start:
     """Prepares a run at step 0. If its data or weights cannot be used, removes the new run
@@ -231,7 +227,7 @@ def resumed_start(
     resources: contextlib.ExitStack,
     *,
     cache_dir: Path,
-    own: OwnData | None,
+    own: OwnData | PolicyData | None,
     say: Callable[[str], None],
     profile: ProfileRange | None,
 ) -> Start:

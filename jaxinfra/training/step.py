@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxinfra.model.passes import STATISTICS, Sums
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.numerics.storage import EXACT, after_update
 from jaxinfra.training.gradients import GradientFunction
+from jaxinfra.training.policy import policy_record
 from jaxinfra.training.preferences import pair_record
 from jaxinfra.training.state import State, TrainState
 from jaxinfra.training.statistics import (
@@ -47,7 +48,7 @@ class StepMetrics:
     skipped_in_a_row: Int[Array, ""]
     sums: tuple[Sums, ...]  # statistics that layers emit, as ``Gradients.sums``
     fp8: dict[str, Float[Array, "..."]]  # statistics of 8-bit matmuls, as ``emitted_by_site``
-    # Logged sums over answer pairs, such as rewards; empty without pairs.
+    # Logged sums over answer pairs or completions, such as rewards; else empty.
     figures: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
     # Result of ``parameter_statistics`` in a step with statistics; else empty.
     statistics: StatisticsTable = dataclasses.field(default_factory=dict)
@@ -242,13 +243,17 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
         "loss_scale": float(metrics.loss_scale),
         "tokens": int(metrics.tokens) if math.isfinite(metrics.tokens) else None,
         "skipped": int(metrics.skipped),
-        **pair_record(metrics.figures),
+        **_figures_record(metrics.figures),
         **_layer_record(metrics),
         **fp8_record(metrics.fp8),
     }
     if metrics.statistics:
         record["statistics"] = statistics_record(metrics.sums, metrics.statistics)
     return record
+
+
+def _figures_record(figures: Mapping[str, Any]) -> dict[str, float]:
+    return policy_record(figures) if "policy_tokens" in figures else pair_record(figures)
 
 
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:

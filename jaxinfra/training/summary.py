@@ -73,30 +73,37 @@ def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
 
 
 def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Plots the training loss by step, its moving average, and the held-out losses.
+    """Plots the training loss by step, its moving average, and the held-out losses. Of a run of
+    reinforcement learning it plots the rewards instead.
 
     A step whose loss was not finite (None) is a gap.
     """
     figure, axes = new_picture(8, 4.5)
-    steps, losses = _curve(records, "loss")
+    name, label = learning_curve(records)
+    steps, losses = _curve(records, name)
     axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8, label="training, each step")
     axes.plot(steps, smoothed(losses), color=BLUE, label="training, smoothed")
     heldout_steps, heldout_losses = _curve(records, "heldout_loss")
     if heldout_steps:
         axes.plot(heldout_steps, heldout_losses, "o-", color=RED, label="held-out")
     axes.set_xlabel("step")
-    axes.set_ylabel(f"loss, {loss_unit(records)}")
+    axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.legend()
     save_picture(figure, file)
 
 
-def loss_unit(records: Sequence[dict[str, Any]]) -> str:
-    """Names the unit of a run's loss: nats per token, or loss per pair of answers or answer."""
-    names = {name for record in records for name in record if name.startswith("preferences/")}
+def learning_curve(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Returns the name of the figure that shows whether a run learns, and its label with its unit:
+    the loss in nats per token, per pair of answers or per answer, or the reward.
+    """
+    names = {name for record in records for name in record}
+    if "rl/reward" in names:
+        return "rl/reward", "reward per completion"
     if "preferences/good_reward" in names:
-        return "per answer"
-    return "per pair" if names else "nats per token"
+        return "loss", "loss, per answer"
+    of_pairs = any(name.startswith("preferences/") for name in names)
+    return "loss", "loss, per pair" if of_pairs else "loss, nats per token"
 
 
 def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

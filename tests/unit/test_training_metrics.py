@@ -11,7 +11,7 @@ from jaxinfra.model.passes import Sums
 from jaxinfra.runtime.files import read_log
 from jaxinfra.training.metrics import MetricsLog, finite
 from jaxinfra.training.step import StepMetrics, step_record
-from jaxinfra.training.summary import draw_loads, draw_loss, loss_unit
+from jaxinfra.training.summary import draw_loads, draw_loss, learning_curve
 
 
 @pytest.fixture
@@ -136,8 +136,10 @@ def test_picture_with_gaps(tmp_path):
 
 
 def test_losses_of_pairs_are_not_called_nats_per_token():
-    assert loss_unit([{"step": 1, "loss": 5.0}]) == "nats per token"
-    assert loss_unit([{"step": 1, "loss": 0.7, "preferences/accuracy": 0.5}]) == "per pair"
+    assert learning_curve([{"step": 1, "loss": 5.0}]) == ("loss", "loss, nats per token")
+    pairs = [{"step": 1, "loss": 0.7, "preferences/accuracy": 0.5}]
+    assert learning_curve(pairs) == ("loss", "loss, per pair")
+    assert learning_curve([{"step": 1, "loss": 0.0, "rl/reward": 0.5}])[0] == "rl/reward"
 
 
 def test_picture_of_nothing_finite(tmp_path):

@@ -11,6 +11,7 @@ from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
 from jaxinfra.config.presets import mixtures, models
+from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import CheckpointConfig, Remat, RunConfig, TrainingConfig
 
 
@@ -84,26 +85,31 @@ def finetuning(
     lora: LoraConfig | None = None,
     chat: bool = False,
     preferences: PreferenceConfig | None = None,
+    rl: RlConfig | None = None,
 ) -> RunConfig:
     """Settings for the further training of a trained model.
 
     Learning rates are the usual ones. All parameters: 1e-5 (Llama 2, Touvron et al. 2023, section
     3.1, has 2e-5 for batches of 64). Adapters: 2e-4 (Dettmers et al. 2023, table 9). Preferences:
-    1e-6 for all parameters (Rafailov et al. 2023, appendix B), ten times that for adapters.
+    1e-6 for all parameters (Rafailov et al. 2023, appendix B), ten times that for adapters. The
+    same for reinforcement learning (Shao et al. 2024, section 4.2, has 1e-6).
 
     Args:
         init: the start model; its tokenizer is used and, with ``chat``, its chat template.
         chat: the data are conversations; with preferences, their answers are rendered as messages.
         preferences: loss settings if the data are pairs of answers. With loss=reward the model has
             a score in place of its logits.
+        rl: settings of reinforcement learning, whose model may not drop out.
     """
-    rates = (1e-5, 2e-4) if preferences is None else (1e-6, 1e-5)
+    rates = (1e-5, 2e-4) if preferences is None and rl is None else (1e-6, 1e-5)
     rate = rates[0] if lora is None else rates[1]
     data_format = DataFormat.CHAT if chat else DataFormat.TEXT
     if preferences is not None:
         data_format = preferences.data_format
         if preferences.loss == PreferenceLoss.REWARD:
             model = dataclasses.replace(model, head=Head.SCORE)
+    if rl is not None:
+        model = dataclasses.replace(model, dropout_rate=0.0)
     return RunConfig(
         model=model,
         data=DataConfig(
@@ -125,4 +131,5 @@ def finetuning(
         init=init,
         lora=lora,
         preferences=preferences,
+        rl=rl,
     )

@@ -150,10 +150,11 @@ class BytesPerParameter:
 def bytes_per_parameter(job: Job) -> BytesPerParameter | None:
     """Counts the bytes of a job's state and gradients per parameter, from their traced shapes.
 
-    Returns None unless the job trains all parameters on tokens without pipeline stages.
+    Returns None unless the job trains all parameters on given tokens without pipeline stages.
     """
     config = job.config
-    if job.model.frozen or config.mesh.num_stages > 1 or config.preferences is not None:
+    has_own_loss = config.preferences is not None or config.rl is not None
+    if job.model.frozen or config.mesh.num_stages > 1 or has_own_loss:
         return None
     state, training = job.abstract_state(), job.config.training
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.parameters))

@@ -293,10 +293,11 @@ class Engine:
         self.limits = limits_that_fit(
             make_runner, limits, options, is_loaded=is_loaded, limit_bytes=limit_bytes
         )
+        self._has_draft = draft is not None
         self._is_fitted = self.limits.num_pages < limits.num_pages
         is_looked_up = draft is None and options.num_drafts
-        lookup = NgramLookup(num_drafts=options.num_drafts) if is_looked_up else None
-        self.scheduler = Scheduler(self.limits, propose=lookup)
+        self._lookup = NgramLookup(num_drafts=options.num_drafts) if is_looked_up else None
+        self.scheduler = Scheduler(self.limits, propose=self._lookup)
         self.runner = make_runner(self.limits)
         if limit_bytes is not None:
             self.runner.limit_scratch(limit_bytes)
@@ -344,6 +345,25 @@ class Engine:
         """Gives weights to an engine that was made from shapes only; the engine then owns them."""
         drafting = None if draft is None else draft.serving_decoder(consumes=True)
         self.runner.attach(model.serving_decoder(consumes=True), drafting)
+
+    def renew(self, model: LoadedModel) -> None:
+        """Replaces the weights by others of the same model. Compiled programs stay; cached keys and
+        values are dropped. What follows depends on no request before.
+
+        Weights that the serving form takes as they are are not copied, so their owner must not free
+        them before the requests that follow have ended.
+
+        Raises:
+            ConfigError: requests are running, or the engine drafts with a second model.
+        """
+        if self.is_busy:
+            raise ConfigError("renew of an engine with requests: let them end, or cancel them")
+        if self._has_draft:
+            raise ConfigError("renew of an engine with a draft model, whose weights would be old")
+        self.scheduler = Scheduler(self.limits, propose=self._lookup)
+        self._numbers = itertools.count()
+        self.runner.release()
+        self.runner.attach(model.serving_decoder())
 
     def has_room(self, max_running: int, context: int) -> bool:
         """Returns whether ``max_running`` requests of ``context`` tokens each can run at a time."""

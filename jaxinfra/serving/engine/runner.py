@@ -243,6 +243,11 @@ class ModelRunner:
             shapes = programs.moved_shapes(self._state)
             self._host = HostMemory(shapes, num_slots=self._limits.num_host_pages)
 
+    def release(self) -> None:
+        """Drops the weights, the pools and what is known of requests; ``attach`` comes next."""
+        self._weights, self._state = self._shapes, self._state_shapes
+        self._histories.clear()
+
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
         """Keys of all programs that a step may need; the first ones serve every generation."""

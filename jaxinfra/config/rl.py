@@ -1,0 +1,211 @@
+"""Settings of reinforcement learning: prompts, reward, algorithm and rollouts."""
+
+import dataclasses
+import enum
+import math
+
+from jaxinfra.config.record import record
+from jaxinfra.errors import ConfigError, nearest
+
+
+class Algorithm(enum.StrEnum):
+    """Policy-gradient algorithms; each is a choice of advantages, ratio, clip range and mean.
+
+    Examples:
+        >>> [str(each) for each in jaxinfra.Algorithm]
+        ['grpo', 'dr_grpo', 'dapo', 'gspo', 'rloo', 'reinforce++']
+    """
+
+    GRPO = "grpo"  # Shao et al. 2024 (DeepSeekMath), section 4.1
+    DR_GRPO = "dr_grpo"  # Liu et al. 2025 (Understanding R1-Zero-like training), section 3.2
+    DAPO = "dapo"  # Yu et al. 2025, equations 8 to 13, without its sampling of further prompts
+    GSPO = "gspo"  # Zheng et al. 2025, equations 5 to 7
+    RLOO = "rloo"  # Ahmadian et al. 2024, equation 8
+    REINFORCE_PLUS_PLUS = "reinforce++"  # Hu 2025; global normalization of rewards
+
+
+class Baseline(enum.StrEnum):
+    """Rules that turn the rewards of groups into advantages."""
+
+    GROUP_STANDARD = "group_standard"  # (r - mean of the group) / standard deviation of the group
+    GROUP_MEAN = "group_mean"  # r - mean of the group
+    LEAVE_ONE_OUT = "leave_one_out"  # r - mean of the group's others
+    BATCH_STANDARD = "batch_standard"  # (r - mean of all) / standard deviation of all
+
+
+class Ratio(enum.StrEnum):
+    """Units whose probability ratio between new and old policy is clipped."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"  # geometric mean of a completion's token ratios
+
+
+class Mean(enum.StrEnum):
+    """Weights of tokens in the loss of a batch of completions."""
+
+    SEQUENCE = "sequence"  # mean over completions of the mean over their tokens
+    TOKEN = "token"  # mean over all tokens
+    CONSTANT = "constant"  # sum over tokens / (completions x max_new_tokens)
+    SUM = "sum"  # mean over completions of the sum over their tokens
+
+
+class Overlong(enum.StrEnum):
+    """Ways to treat completions that ``max_new_tokens`` ended."""
+
+    KEEP = "keep"  # their reward counts as it is
+    MASK = "mask"  # their tokens do not count in the loss; their reward counts in the group
+    PENALTY = "penalty"  # DAPO, equation 13: -1 at the limit, linear over the last overlong_tokens
+
+
+class ZeroVariance(enum.StrEnum):
+    """Ways to treat groups whose completions all have the same reward."""
+
+    KEEP = "keep"  # their tokens count, with an advantage of 0 where the baseline is the group's
+    DROP = "drop"  # their tokens do not count in the loss, nor in its mean
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Recipe:
+    baseline: Baseline
+    ratio: Ratio
+    mean: Mean
+    clip: tuple[float, float]
+
+
+_RECIPES = {
+    Algorithm.GRPO: _Recipe(
+        baseline=Baseline.GROUP_STANDARD, ratio=Ratio.TOKEN, mean=Mean.SEQUENCE, clip=(0.2, 0.2)
+    ),
+    Algorithm.DR_GRPO: _Recipe(
+        baseline=Baseline.GROUP_MEAN, ratio=Ratio.TOKEN, mean=Mean.CONSTANT, clip=(0.2, 0.2)
+    ),
+    Algorithm.DAPO: _Recipe(
+        baseline=Baseline.GROUP_STANDARD, ratio=Ratio.TOKEN, mean=Mean.TOKEN, clip=(0.2, 0.28)
+    ),
+    Algorithm.GSPO: _Recipe(
+        baseline=Baseline.GROUP_STANDARD,
+        ratio=Ratio.SEQUENCE,
+        mean=Mean.SEQUENCE,
+        clip=(3e-4, 4e-4),
+    ),
+    Algorithm.RLOO: _Recipe(
+        baseline=Baseline.LEAVE_ONE_OUT, ratio=Ratio.TOKEN, mean=Mean.SUM, clip=(0.2, 0.2)
+    ),
+    Algorithm.REINFORCE_PLUS_PLUS: _Recipe(
+        baseline=Baseline.BATCH_STANDARD, ratio=Ratio.TOKEN, mean=Mean.TOKEN, clip=(0.2, 0.2)
+    ),
+}
+
+
+@record
+class RlConfig:
+    """Reinforcement learning from a reward function.
+
+    A rollout has ``training.batch_size x steps_per_rollout`` completions, ``group_size`` of each
+    prompt, sampled at temperature 1.
+
+    Raises:
+        ConfigError: a number is out of range, or a setting belongs to another choice.
+
+    Examples:
+        >>> rl = jaxinfra.RlConfig(prompts="prompts.jsonl", reward="exact_match", algorithm="dapo")
+        >>> rl.clip_range, str(rl.loss_mean)
+        ((0.2, 0.28), 'token')
+    """
+
+    prompts: str  # file, directory or glob of rows with "prompt": a text, or a list of messages
+    # exact_match, pattern, unit_tests, or your own function by name (jaxinfra.part).
+    reward: str
+    algorithm: Algorithm = Algorithm.GRPO  # advantages, ratio, clip range and mean of the loss
+    group_size: int = 8  # completions per prompt
+    max_new_tokens: int = 256  # most tokens per completion
+    steps_per_rollout: int = 1  # optimizer steps on the completions of one state of the weights
+    clip_low: float | None = None  # the ratio is clipped at 1 - clip_low; None: the algorithm's
+    clip_high: float | None = None  # and at 1 + clip_high; None: the algorithm's
+    mean: Mean | None = None  # weights of tokens in the loss; None: the algorithm's
+    # Your own functions by name: rewards to advantages, and the loss of each token.
+    advantage: str | None = None
+    loss: str | None = None
+    kl: float = 0.0  # weight of the KL divergence to the start model; 0: there is no reference
+    # Cap of the ratio between the probabilities of trainer and engine, by which losses are weighed.
+    importance_cap: float = 2.0
+    overlong: Overlong = Overlong.KEEP  # completions that max_new_tokens ended
+    overlong_tokens: int = 0  # length of the ramp of overlong=penalty
+    zero_variance: ZeroVariance = ZeroVariance.KEEP  # groups of equal rewards
+    reward_workers: int = 2  # processes that compute rewards
+    reward_timeout_s: float = 10.0  # longest time of one reward
+    reward_memory_gib: float = 4.0  # address space of a process that computes rewards
+    max_running: int | None = None  # most completions sampled at once; None: the engine's default
+    memory_fraction: float = 0.5  # share of the device's free memory for the engine's pages
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in _RECIPES:
+            raise ConfigError(
+                f"unknown rl.algorithm={self.algorithm!r}{nearest(self.algorithm, _RECIPES)}"
+            )
+        least = {"group_size": 1, "max_new_tokens": 1, "steps_per_rollout": 1, "reward_workers": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"rl.{name}={getattr(self, name)} must be at least {bound}")
+        if self.max_running is not None and self.max_running < 1:
+            raise ConfigError(f"rl.max_running={self.max_running} must be at least 1, or none")
+        for name in ("reward_timeout_s", "reward_memory_gib", "importance_cap"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"rl.{name}={getattr(self, name)} must be positive and finite")
+        if not 0.0 <= self.kl < math.inf:
+            raise ConfigError(f"rl.kl={self.kl} must be 0 or more, and finite")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"rl.memory_fraction={self.memory_fraction} must be in (0, 1]")
+        for name in ("clip_low", "clip_high"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise ConfigError(f"rl.{name}={value} must be positive and finite, or none")
+            if value is not None and self.loss is not None:
+                raise ConfigError(
+                    f"rl.{name}={value} with rl.loss={self.loss!r}: your own loss clips by itself; "
+                    "leave it out"
+                )
+        if self.clip_range[0] > 1.0:
+            raise ConfigError(
+                f"rl.clip_low={self.clip_low} must be at most 1: ratios are not negative"
+            )
+        self._check_group()
+
+    def _check_group(self) -> None:
+        compares = self.advantage is None and self.baseline is not Baseline.BATCH_STANDARD
+        if compares and self.group_size < 2:
+            raise ConfigError(
+                f"rl.group_size={self.group_size} with algorithm={self.algorithm}: it compares "
+                "completions of one prompt; take at least 2, or reinforce++"
+            )
+        is_penalty = self.overlong == Overlong.PENALTY
+        if is_penalty != (self.overlong_tokens > 0) or self.overlong_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"rl.overlong_tokens={self.overlong_tokens} with overlong={self.overlong}: a ramp "
+                f"of 1 to max_new_tokens={self.max_new_tokens} tokens goes with overlong=penalty, "
+                "and only with it"
+            )
+
+    @property
+    def baseline(self) -> Baseline:
+        """The algorithm's rule for advantages."""
+        return _RECIPES[self.algorithm].baseline
+
+    @property
+    def ratio(self) -> Ratio:
+        """The unit whose ratio the algorithm clips."""
+        return _RECIPES[self.algorithm].ratio
+
+    @property
+    def loss_mean(self) -> Mean:
+        """The weights of tokens in the loss: the given ones, or the algorithm's."""
+        return _RECIPES[self.algorithm].mean if self.mean is None else self.mean
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Distances of the clipped ratio below and above 1: the given ones, or the algorithm's."""
+        low, high = _RECIPES[self.algorithm].clip
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )

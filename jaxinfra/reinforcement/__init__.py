@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts, rollouts, rewards and advantages, in one process."""

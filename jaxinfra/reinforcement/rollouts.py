@@ -1,0 +1,372 @@
+"""Rollouts as the batches of a run: completions of its own model, their rewards and advantages.
+
+Dims: R completion of a rollout (those of a prompt are neighbours), P prompt, G completion of a
+prompt, T position.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final, override
+
+import jax
+import numpy as np
+from jaxtyping import Int64
+
+from jaxinfra.checkpoint.run_directory import RunDirectory, write_atomically
+from jaxinfra.config.data import OWN_SOURCE
+from jaxinfra.config.rl import Overlong, RlConfig, ZeroVariance
+from jaxinfra.config.run import RunConfig
+from jaxinfra.data.batch import Batch, Rollout
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.train_iterator import sample_ids
+from jaxinfra.errors import DataError
+from jaxinfra.reinforcement.advantages import (
+    advantages,
+    has_equal_rewards,
+    overlong_penalty,
+    token_shares,
+)
+from jaxinfra.reinforcement.prompts import Prompt, prompts_of, read_prompts
+from jaxinfra.reinforcement.reference import Reference
+from jaxinfra.reinforcement.rewards import Failure, RewardPool, Scored
+from jaxinfra.reinforcement.sampler import Completion, Sampler, rollout_seed
+from jaxinfra.training.job import Job
+from jaxinfra.training.own_data import OwnTexts, PolicyBatches, PolicyData, configured_tokenizer
+from jaxinfra.training.state import State
+
+_REMEMBERED = 4  # last steps, which a report of a bad step reads again
+
+
+@final
+class RolloutData(PolicyData):
+    """The data of a run of reinforcement learning, for ``train``."""
+
+    @override
+    def named_in(self, config: RunConfig) -> RunConfig:
+        return dataclasses.replace(
+            config, data=dataclasses.replace(config.data, source=OWN_SOURCE, heldout_fraction=0.0)
+        )
+
+    @override
+    def texts(self, config: RunConfig, tokenizer: Tokenizer | None) -> OwnTexts:
+        found = configured_tokenizer(config) if tokenizer is None else tokenizer
+        return OwnTexts(tokenizer=found, heldout={})
+
+    @override
+    def batches(self, job: Job, run: RunDirectory, say: Callable[[str], None]) -> PolicyBatches:
+        file = run.tokenizer_file
+        tokenizer = Tokenizer.load(file) if file.exists() else configured_tokenizer(job.config)
+        return RolloutBatches(job, run, tokenizer, say=say)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Sampled:
+    """A rollout: NumPy arrays of all its rows, and what its record says."""
+
+    batch: Batch[np.ndarray]  # with the whole rollout's rows; ``share`` is made for each step
+    counts_R: np.ndarray  # which completions count in the loss
+    lengths_R: np.ndarray
+    record: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the arrays as lists; float32 numbers survive JSON to the bit."""
+        arrays = {"counts": self.counts_R, "lengths": self.lengths_R, **_named(self.batch)}
+        return {name: [str(x.dtype), x.tolist()] for name, x in arrays.items()}
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> "_Sampled":
+        """Reverses ``as_json``; the record is empty, as it is of a step that is written."""
+        arrays = {name: np.asarray(x, dtype) for name, (dtype, x) in values.items()}
+        counts, lengths = arrays.pop("counts"), arrays.pop("lengths")
+        inner = {each.name: arrays.pop(each.name) for each in dataclasses.fields(Rollout)}
+        found: dict[str, Any] = {
+            "reference": None,
+            "segment_ids": None,
+            "positions": None,
+            **arrays,
+        }
+        batch = Batch(**found, rollout=Rollout(**inner))
+        return cls(batch=batch, counts_R=counts, lengths_R=lengths, record={})
+
+
+def _named(batch: Batch[np.ndarray]) -> dict[str, np.ndarray]:
+    """A batch's arrays by the names of its fields, and of its rollout's."""
+    fields = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
+    rollout = fields.pop("rollout")
+    fields |= {each.name: getattr(rollout, each.name) for each in dataclasses.fields(rollout)}
+    return {name: x for name, x in fields.items() if x is not None}
+
+
+@final
+class RolloutBatches(PolicyBatches):
+    """Iterator over batches of completions that the run's model samples when they are asked for.
+
+    Prompts and draws are functions of the rollout's number and the weights, so a checkpoint between
+    two rollouts keeps nothing of them. Within ``steps_per_rollout`` it keeps the rollout.
+
+    Args:
+        say: prints a message.
+    """
+
+    def __init__(
+        self, job: Job, run: RunDirectory, tokenizer: Tokenizer, *, say: Callable[[str], None]
+    ):
+        config = job.config
+        assert config.rl is not None
+        self._job, self._run, self._config, self._rl = job, run, config, config.rl
+        self._say = say
+        self._state: State | None = None
+        self.step = 0
+        self._num_rows = config.training.batch_size * config.rl.steps_per_rollout
+        self._prompts = read_prompts(config, tokenizer)
+        self._sampler = Sampler(config, tokenizer, num_rows=self._num_rows)
+        self._pool = RewardPool(config.rl)
+        self._reference = Reference.of(job)
+        self._is_closed = False
+        self._said: set[str] = set()
+        self._rollouts: collections.OrderedDict[int, _Sampled] = collections.OrderedDict()
+
+    @override
+    def follow(self, state: State) -> None:
+        self._state = state
+
+    @override
+    def __next__(self) -> Batch[np.ndarray]:
+        number = self.step // self._rl.steps_per_rollout
+        if number not in self._rollouts:
+            self._rollouts[number] = self._sample(number)
+            while len(self._rollouts) > _REMEMBERED:
+                self._rollouts.popitem(last=False)
+        self.step += 1
+        return self.batch(self.step - 1)
+
+    @override
+    def batch(self, step: int) -> Batch[np.ndarray]:
+        number, part = divmod(step, self._rl.steps_per_rollout)
+        if number not in self._rollouts:
+            raise DataError(f"the completions of step {step + 1} are gone; the run goes on")
+        sampled, size = self._rollouts[number], self._config.training.batch_size
+        rows = slice(part * size, (part + 1) * size)
+        batch = jax.tree.map(lambda x: x[rows], sampled.batch)
+        shares_R = token_shares(sampled.lengths_R[rows], sampled.counts_R[rows], self._rl)
+        share = (shares_R[:, None] * batch.weights).astype(np.float32)
+        return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, share=share))
+
+    @override
+    def sample_ids(self, step: int) -> Int64[np.ndarray, "B"]:
+        return sample_ids(step, batch_size=self._config.training.batch_size)
+
+    @override
+    def read(self, step: int) -> dict[str, float]:
+        number, part = divmod(step - 1, self._rl.steps_per_rollout)
+        return self._rollouts[number].record if part == 0 and number in self._rollouts else {}
+
+    @override
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        step = self.step if step is None else step
+        number, part = divmod(step, self._rl.steps_per_rollout)
+        if part == 0:
+            return {"step": step}
+        return {"step": step, "rollout": self._rollouts[number].as_json()}
+
+    @override
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self._rollouts.clear()
+        if "rollout" in state:
+            number = self.step // self._rl.steps_per_rollout
+            self._rollouts[number] = _Sampled.of_json(state["rollout"])
+
+    @override
+    def close(self) -> None:
+        self._is_closed = True
+        self._pool.close()
+
+    def _sample(self, number: int) -> _Sampled:
+        """Makes the rollout of a number with the weights that the trainer has now."""
+        rl, state = self._rl, self._state
+        assert state is not None, "follow comes before each batch"
+        seed, began = self._config.training.seed, time.perf_counter()
+        groups = self._num_rows // rl.group_size
+        asked = prompts_of(self._prompts, first=number * groups, count=groups, seed=seed)
+        prompts = [each for each in asked for _ in range(rl.group_size)]
+        scoring: list[concurrent.futures.Future[Scored]] = [concurrent.futures.Future()] * len(
+            prompts
+        )
+        done: list[Completion] = [None] * len(prompts)  # pyrefly: ignore
+        for each in self._sampler.sample(
+            self._job.model.frozen,
+            state.tree,
+            prompts,
+            seed=rollout_seed(seed, number),
+            is_over=lambda: self._is_closed,
+        ):
+            prompt, done[each.place] = prompts[each.place], each
+            scoring[each.place] = self._pool.submit(each.text, prompt=prompt.text, row=prompt.row)
+        if self._is_closed:
+            raise DataError("the run has ended")
+        sampled_s = time.perf_counter() - began
+        scored = [each.result() for each in scoring]
+        rewarded_s = time.perf_counter() - began - sampled_s
+        self._report(scored)
+        found = self._arrays(prompts, done, scored, state)
+        tokens = sum(len(each.ids) for each in done)
+        record = found.record | {
+            "rl/rollout_s": sampled_s,
+            "rl/reward_s": rewarded_s,  # beyond sampling, which rewards are computed beside
+            "rl/score_s": time.perf_counter() - began - sampled_s - rewarded_s,
+            "rl/rollout_tokens_per_s": tokens / sampled_s,
+        }
+        self._keep_samples(number, prompts, done, scored)
+        return dataclasses.replace(found, record=record)
+
+    def _arrays(
+        self,
+        prompts: Sequence[Prompt],
+        done: Sequence[Completion],
+        scored: Sequence[Scored],
+        state: State,
+    ) -> _Sampled:
+        """The rollout as arrays, with the probabilities that the trainer and the reference give."""
+        rl = self._rl
+        batch, engine_RT = _rows(prompts, done, length=self._config.training.sequence_length)
+        # The trainer's own probabilities are the old policy's, and their ratio to the engine's
+        # corrects what rounding makes different in the two. An engine whose numerics are exact
+        # would return these numbers itself: this pass and the ratio go when there is one.
+        old_RT = np.concatenate([self._old(part, state) for part in self._parts(batch)])
+        counted_RT = batch.weights > 0.0
+        difference_RT = np.where(counted_RT, old_RT - engine_RT, 0.0)
+        importance_RT = np.minimum(np.exp(difference_RT), rl.importance_cap).astype(np.float32)
+        lengths_R = np.array([len(each.ids) for each in done])
+        is_cut_R = np.array([each.is_cut for each in done])
+        is_valid_R = np.array([each.reward is not None for each in scored])
+        given_R = np.array([each.reward or 0.0 for each in scored])
+        rewards_R = given_R + overlong_penalty(lengths_R, rl)
+        by_group = (-1, rl.group_size)
+        groups = rewards_R.reshape(by_group), is_valid_R.reshape(by_group)
+        gains_R = advantages(*groups, rl).reshape(-1)
+        equal_P = has_equal_rewards(*groups)
+        counts_R = is_valid_R.copy()
+        if rl.zero_variance is ZeroVariance.DROP:
+            counts_R &= ~np.repeat(equal_P, rl.group_size)
+        if rl.overlong is Overlong.MASK:
+            counts_R &= ~is_cut_R
+        record = _record(rl, given_R, rewards_R, is_valid_R, lengths_R, is_cut_R, scored)
+        ratios = np.exp(difference_RT[counted_RT])
+        record |= {
+            "rl/zero_variance": float(equal_P.mean()),
+            "rl/counted": float(counts_R.mean()),
+            "rl/engine_difference": float(np.abs(difference_RT[counted_RT]).mean()),
+            "rl/engine_kl": float(-difference_RT[counted_RT].mean()),
+            "rl/truncated": float((ratios > rl.importance_cap).mean()),
+        }
+        weights_RT = (batch.weights * counts_R[:, None]).astype(np.float32)
+        gains_RT = (gains_R[:, None] * weights_RT).astype(np.float32)
+        reference = None
+        if self._reference is not None:
+            found = [self._reference(self._job.put(part)) for part in self._parts(batch)]
+            reference = np.concatenate(found)
+        rollout = Rollout(
+            advantages=gains_RT,
+            old=np.where(counted_RT, old_RT, 0.0).astype(np.float32),
+            importance=importance_RT,
+            share=weights_RT,
+        )
+        whole = dataclasses.replace(batch, weights=weights_RT, reference=reference, rollout=rollout)
+        return _Sampled(batch=whole, counts_R=counts_R, lengths_R=lengths_R, record=record)
+
+    def _parts(self, batch: Batch[np.ndarray]) -> Iterator[Batch[np.ndarray]]:
+        """Parts of a rollout of as many rows as a micro-batch has."""
+        training = self._config.training
+        size = training.batch_size // training.accumulation
+        for first in range(0, self._num_rows, size):
+            rows = slice(first, first + size)
+            yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
+
+    def _old(self, part: Batch[np.ndarray], state: State) -> np.ndarray:
+        return np.asarray(self._job.target_value_step(state.tree, self._job.put(part)))
+
+    def _report(self, scored: Sequence[Scored]) -> None:
+        """Prints each kind of failure once per session; metrics.jsonl counts all of them."""
+        for each in scored:
+            if each.failure is not None and each.failure not in self._said:
+                self._said.add(each.failure)
+                self._say(
+                    f"WARNING: a reward {each.failure.replace('_', ' ')}"
+                    f"{': ' if each.text else ''}{each.text}; its completion does not count "
+                    "(rl/failed in metrics.jsonl)"
+                )
+
+    def _keep_samples(
+        self,
+        number: int,
+        prompts: Sequence[Prompt],
+        done: Sequence[Completion],
+        scored: Sequence[Scored],
+    ) -> None:
+        """Writes the first group of a rollout to ``samples/``, as often as steps are printed."""
+        step = number * self._rl.steps_per_rollout + 1
+        if (step - 1) % self._config.training.log_every:
+            return
+        rows = [
+            {"step": step, "prompt": prompts[n].text, "completion": done[n].text}
+            | {"reward": scored[n].reward, "tokens": len(done[n].ids), "is_cut": done[n].is_cut}
+            for n in range(self._rl.group_size)
+        ]
+        self._run.samples.mkdir(exist_ok=True)
+        file = self._run.samples / f"step-{step:08d}.jsonl"
+        write_atomically(file, "".join(json.dumps(each) + "\n" for each in rows))
+
+
+def _rows(
+    prompts: Sequence[Prompt], done: Sequence[Completion], *, length: int
+) -> tuple[Batch[np.ndarray], np.ndarray]:
+    """Rows of a prompt and its completion each, and the engine's log probabilities of targets."""
+    ids_RT = np.zeros((len(done), length + 1), np.int32)
+    weights_RT = np.zeros((len(done), length), np.float32)
+    engine_RT = np.zeros((len(done), length), np.float32)
+    for row, (prompt, each) in enumerate(zip(prompts, done, strict=True)):
+        start, end = len(prompt.ids), len(prompt.ids) + len(each.ids)
+        ids_RT[row, :end] = [*prompt.ids, *each.ids]
+        weights_RT[row, start - 1 : end - 1] = 1.0
+        engine_RT[row, start - 1 : end - 1] = each.log_probabilities
+    batch = Batch(
+        tokens=ids_RT[:, :-1],
+        targets=ids_RT[:, 1:],
+        segment_ids=None,
+        positions=None,
+        weights=weights_RT,
+    )
+    return batch, engine_RT
+
+
+def _record(
+    rl: RlConfig,
+    given_R: np.ndarray,
+    rewards_R: np.ndarray,
+    is_valid_R: np.ndarray,
+    lengths_R: np.ndarray,
+    is_cut_R: np.ndarray,
+    scored: Sequence[Scored],
+) -> dict[str, float]:
+    """Figures of rewards and lengths for the record of a rollout's first step."""
+    record: dict[str, float] = {
+        "rl/length": float(lengths_R.mean()),
+        "rl/cut": float(is_cut_R.mean()),
+        "rl/failed": int((~is_valid_R).sum()),
+    }
+    for failure in Failure:
+        if count := sum(each.failure is failure for each in scored):
+            record[f"rl/failed/{failure}"] = count
+    if is_valid_R.any():
+        record["rl/reward"] = float(given_R[is_valid_R].mean())
+        record["rl/reward_std"] = float(given_R[is_valid_R].std())
+        best_P = np.where(is_valid_R, given_R, -np.inf).reshape(-1, rl.group_size).max(axis=1)
+        record["rl/best_of_group"] = float(best_P[np.isfinite(best_P)].mean())
+        if rl.overlong is Overlong.PENALTY:
+            record["rl/reward_with_penalty"] = float(rewards_R[is_valid_R].mean())
+    return record

@@ -1,0 +1,144 @@
+"""Samples completions of prompts with the weights that a run has at a step."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+import jax
+import numpy as np
+
+from jaxinfra.config.run import RunConfig
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.errors import CheckpointError
+from jaxinfra.model.definition import Parameters, define_model, merged
+from jaxinfra.numerics.policy import POLICIES, as_kept, stored_as_computed
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.reinforcement.prompts import Prompt
+from jaxinfra.serving.engine.engine import NOT_FINITE, Engine
+from jaxinfra.serving.engine.options import options_on
+from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
+from jaxinfra.serving.generate import bucket
+from jaxinfra.serving.load import LoadedModel, serving_placement
+from jaxinfra.serving.sampling import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A sampled completion, as the engine returned it."""
+
+    place: int  # among those of its rollout
+    ids: tuple[int, ...]  # with the end token, if there is one
+    log_probabilities: tuple[float, ...]  # of each of them, by the engine, in nats
+    text: str
+    is_cut: bool  # ended by its length
+
+
+@final
+class Sampler:
+    """An engine whose weights follow the trainer's; compiled programs are kept.
+
+    Args:
+        tokenizer: of the run.
+        num_rows: most completions per rollout.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, num_rows: int):
+        assert config.rl is not None
+        self._rl, self._tokenizer = config.rl, tokenizer
+        numbers = as_kept(POLICIES[config.precision.policy], config.precision)
+        if config.lora is not None:
+            numbers = stored_as_computed(numbers)
+        self._placement = serving_placement(config.model, None)
+        execution = execution_on(self._placement, policy=numbers)
+        self._definition = define_model(config.model, execution, lora=config.lora)
+        defaults = options_on(jax.default_backend())
+        self._options = dataclasses.replace(
+            defaults,
+            max_running=min(num_rows, self._rl.max_running or defaults.max_running),
+            max_context=bucket(
+                config.training.sequence_length + 1, limit=config.model.max_positions
+            ),
+            memory_fraction=self._rl.memory_fraction,
+            share_prefixes=True,  # the completions of a group share their prompt's pages
+        )
+        self._engine: Engine | None = None
+
+    def sample(
+        self,
+        frozen: Parameters,
+        trained: Parameters,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        is_over: Callable[[], bool],
+    ) -> Iterator[Completion]:
+        """Yields the completions of prompts as they end, each sampled at temperature 1.
+
+        The order of requests and the state of the engine depend on the arguments alone, so equal
+        arguments give equal completions, to the bit.
+
+        Args:
+            frozen, trained: parameters and state of the model.
+            prompts: one for each completion.
+            seed: of this rollout.
+            is_over: asked before each step; sampling ends if it returns True.
+
+        Raises:
+            CheckpointError: logits are not finite.
+        """
+        model = LoadedModel(
+            definition=self._definition,
+            parameters=merged(frozen, trained),
+            tokenizer=self._tokenizer,
+            config=None,
+            step=None,
+            placement=self._placement,
+        )
+        if self._engine is None:
+            # All ids may be sampled, those that the tokenizer does not know too: the trainer's
+            # probabilities are over all of them.
+            self._engine = Engine(
+                model.serving_decoder(), tokenizer=self._tokenizer, options=self._options
+            )
+        else:
+            self._engine.renew(model)
+        engine, sampling = self._engine, SamplingConfig(temperature=1.0, logprobs=0)
+        places = {
+            engine.submit(
+                GenerationRequest(
+                    prompt_ids=prompt.ids,
+                    max_new_tokens=self._rl.max_new_tokens,
+                    sampling=sampling,
+                    seed=seed,
+                    choice=place,
+                    eos_ids=frozenset(self._tokenizer.end_ids),
+                )
+            ): place
+            for place, prompt in enumerate(prompts)
+        }
+        ids: list[list[int]] = [[] for _ in prompts]
+        scores: list[list[float]] = [[] for _ in prompts]
+        texts = [""] * len(prompts)
+        while engine.is_busy and not is_over():
+            for progress in engine.step():
+                place = places[progress.request]
+                ids[place] += progress.tokens
+                scores[place] += [each.logprob for each in progress.scores]
+                texts[place] += progress.text
+                if progress.end is EndReason.ERROR:
+                    raise CheckpointError(f"a rollout of {prompts[place].text!r:.60}: {NOT_FINITE}")
+                if progress.end is None:
+                    continue
+                assert len(ids[place]) == len(scores[place]), "one log probability for each token"
+                yield Completion(
+                    place=place,
+                    ids=tuple(ids[place]),
+                    log_probabilities=tuple(scores[place]),
+                    text=texts[place],
+                    is_cut=progress.end is not EndReason.EOS,
+                )
+
+
+def rollout_seed(seed: int, rollout: int) -> int:
+    """Returns the seed of a rollout's draws: a function of the run's seed and its number."""
+    return int(np.random.SeedSequence([seed, rollout]).generate_state(1)[0])

@@ -1,0 +1,86 @@
+"""Runs of reinforcement learning from a trained run: killed, resumed, and of one's own parts."""
+
+import inspect
+import json
+import os
+import signal
+from pathlib import Path
+
+import own_losses
+import own_rewards
+import pytest
+from e2e.runs import assert_same_run, checkpoints, killed_at_the_second_save, metrics
+
+import jaxinfra
+
+SIZES = {
+    "training.steps": 20,
+    "training.batch_size": 8,
+    "training.sequence_length": 16,
+    "optimizer.learning_rate": 3e-3,
+    "rl.group_size": 4,
+    "rl.max_new_tokens": 6,
+    "rl.kl": 0.05,
+}
+
+
+@pytest.fixture
+def start(bench, monkeypatch) -> Path:
+    paths = [str(Path(own_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    if not (bench / "start").exists():
+        assert bench.run(bench.new("start", training__steps=4)).code == 0
+    rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(20)]
+    (bench / "p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return bench / "start"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("lora", [(), ("--lora", "rank=2")], ids=["full", "lora"])
+def test_a_killed_run_ends_as_if_nothing_had_happened(bench, start, lora):
+    """To the bit; with a checkpoint in the middle of a rollout, which has three steps."""
+    sizes = SIZES | {"rl.steps_per_rollout": 3, "checkpoint.every": 4}
+
+    def new(name: str) -> list[object]:
+        settings = [f"--set={path}={value}" for path, value in sizes.items()]
+        where = ["--init", start, "--run", bench / name, "--cache", bench.cache]
+        learn = ["--prompts", bench / "p.jsonl", "--reward", "own_rewards:first_digit"]
+        return ["rl", *where, *learn, *lora, *settings]
+
+    ended = bench.run(new("whole"))
+    assert ended.code == 0, ended
+    killed = bench.run(new("killed"), before=killed_at_the_second_save)
+    assert killed.code == -signal.SIGKILL, killed
+    assert checkpoints(bench / "killed") == [4]
+    resumed = bench.run(["rl", "--resume", bench / "killed", "--cache", bench.cache])
+    assert resumed.code == 0, resumed
+    assert_same_run(bench / "killed", bench / "whole")
+    records = metrics(bench / "whole")
+    assert records[0]["rl/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert records[0]["rl/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert records[0]["rl/engine_difference"] < 1e-4
+    assert records[2]["rl/ratio"] != 1.0
+    failed = [each["rl/failed"] for each in records if "rl/failed" in each]
+    assert sum(failed) > 0
+    assert sum(each.get("rl/failed/raised", 0) for each in records) == sum(failed)
+    assert "WARNING: a reward raised: ValueError: unlucky" in ended.stdout + ended.stderr
+    lines = (bench / "whole/samples/step-00000001.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    assert json.loads(lines[0])["prompt"].endswith("=")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_own_algorithm_of_forty_lines_learns(bench, start, monkeypatch):
+    monkeypatch.chdir(bench.place)
+    parts = (own_rewards.first_digit, own_rewards.best_of_group, own_losses.unclipped)
+    assert sum(len(inspect.getsource(part).splitlines()) for part in parts) <= 40
+    learn = jaxinfra.RlConfig(prompts=str(bench / "p.jsonl"), reward="", zero_variance="drop")
+    config = jaxinfra.start_from(start, rl=learn)
+    sizes = SIZES | {"training.steps": 60, "training.batch_size": 32, "rl.max_new_tokens": 2}
+    config = jaxinfra.override(config, [f"{path}={value}" for path, value in sizes.items()])
+    reward, advantage, loss = parts
+    jaxinfra.rl(config, bench / "own", reward=reward, advantage=advantage, loss=loss)
+    rewards = [each["rl/reward"] for each in metrics(bench / "own") if "rl/reward" in each]
+    assert sum(rewards[-10:]) > 2 * sum(rewards[:10])
