@@ -203,7 +203,7 @@ def test_an_own_loss_takes_the_place_of_the_clipped_one():
     assert batch.rollout is not None
     each = -np.exp(sampled.new - sampled.old) * batch.rollout.advantages
     want = (each * sampled.importance * batch.rollout.share).sum()
-    assert got == pytest.approx(want, rel=1e-5)
+    assert got == pytest.approx(float(want), rel=1e-5)
 
 
 def test_a_reward_that_misbehaves_is_counted_and_others_go_on():
@@ -239,7 +239,7 @@ def test_ready_rewards():
         (right.replace("+", "-"), 20.0, 0.0),
         ("import os; os._exit(0)", 20.0, 0.0),  # before the tests have run
         ("while True: pass", 0.3, 0.0),
-        ("x = bytearray(2 << 30)\n" + right, 20.0, 0.0),
+        (right.replace("def", "x = bytearray(2 << 30)\ndef"), 20.0, 0.0),
     ]:
         row = {"tests": tests, "timeout_s": limit_s}
         assert unit_tests(text, prompt="", row=row) == reward
