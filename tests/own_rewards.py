@@ -33,9 +33,16 @@ def misbehaving(completion, *, prompt, row):
 def first_digit(completion, *, prompt, row):
     """1 for the prompt's own first digit, and some reward for any digit."""
     del row
+    return 1.0 if completion[:1] == prompt[:1] else 0.2 * completion[:1].isdigit()
+
+
+@jaxinfra.part
+def by_length(completion, *, prompt, row):
+    """Some reward by the number of characters; none for one of the prompts."""
+    del row
     if prompt == "13=":
         raise ValueError("unlucky")
-    return 1.0 if completion[:1] == prompt[:1] else 0.2 * completion[:1].isdigit()
+    return 0.1 * (len(completion) % 3)
 
 
 @jaxinfra.part

@@ -45,7 +45,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(bench, start, lora):
     def new(name: str) -> list[object]:
         settings = [f"--set={path}={value}" for path, value in sizes.items()]
         where = ["--init", start, "--run", bench / name, "--cache", bench.cache]
-        learn = ["--prompts", bench / "p.jsonl", "--reward", "own_rewards:first_digit"]
+        learn = ["--prompts", bench / "p.jsonl", "--reward", "own_rewards:by_length"]
         return ["rl", *where, *learn, *lora, *settings]
 
     ended = bench.run(new("whole"))
