@@ -8,8 +8,8 @@ import httpx2
 import numpy as np
 
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
-from jaxinfra.serving.engine.engine import TextStream
 from jaxinfra.serving.engine.requests import EndReason, RequestProgress
+from jaxinfra.serving.engine.text import TextStream
 from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.tools.forms import TOOL_FORMS, marks_of

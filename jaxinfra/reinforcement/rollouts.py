@@ -198,13 +198,9 @@ class RolloutBatches(PolicyBatches):
             prompts
         )
         done: list[Completion] = [None] * len(prompts)  # pyrefly: ignore
-        for each in self._sampler.sample(
-            self._job.model.frozen,
-            state.tree,
-            prompts,
-            seed=rollout_seed(seed, number),
-            is_over=lambda: self._is_closed,
-        ):
+        self._sampler.renew(self._job.model.frozen, state.tree)
+        draws = rollout_seed(seed, number)
+        for each in self._sampler.sample(prompts, seed=draws, is_over=lambda: self._is_closed):
             prompt, done[each.place] = prompts[each.place], each
             scoring[each.place] = self._pool.submit(each.text, prompt=prompt.text, row=prompt.row)
         if self._is_closed:
@@ -261,6 +257,7 @@ class RolloutBatches(PolicyBatches):
             "rl/zero_variance": float(equal_P.mean()),
             "rl/counted": float(counts_R.mean()),
             "rl/engine_difference": float(np.abs(difference_RT[counted_RT]).mean()),
+            "rl/engine_difference_max": float(np.abs(difference_RT[counted_RT]).max()),
             "rl/engine_kl": float(-difference_RT[counted_RT].mean()),
             "rl/truncated": float((ratios > rl.importance_cap).mean()),
         }

@@ -16,7 +16,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.reinforcement.prompts import Prompt
 from jaxinfra.serving.engine.engine import NOT_FINITE, Engine
 from jaxinfra.serving.engine.options import options_on
-from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
+from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.generate import bucket
 from jaxinfra.serving.load import LoadedModel, serving_placement
 from jaxinfra.serving.sampling import SamplingConfig
@@ -63,28 +63,11 @@ class Sampler:
         )
         self._engine: Engine | None = None
 
-    def sample(
-        self,
-        frozen: Parameters,
-        trained: Parameters,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        is_over: Callable[[], bool],
-    ) -> Iterator[Completion]:
-        """Yields the completions of prompts as they end, each sampled at temperature 1.
-
-        The order of requests and the state of the engine depend on the arguments alone, so equal
-        arguments give equal completions, to the bit.
+    def renew(self, frozen: Parameters, trained: Parameters) -> None:
+        """Gives the engine other weights; what it samples then depends on no request before.
 
         Args:
             frozen, trained: parameters and state of the model.
-            prompts: one for each completion.
-            seed: of this rollout.
-            is_over: asked before each step; sampling ends if it returns True.
-
-        Raises:
-            CheckpointError: logits are not finite.
         """
         model = LoadedModel(
             definition=self._definition,
@@ -102,41 +85,70 @@ class Sampler:
             )
         else:
             self._engine.renew(model)
+
+    def sample(
+        self, prompts: Sequence[Prompt], *, seed: int, is_over: Callable[[], bool]
+    ) -> Iterator[Completion]:
+        """Yields the completions of prompts as they end, each sampled at temperature 1.
+
+        The order of requests depends on the arguments alone, so after ``renew`` equal arguments
+        give equal completions, to the bit.
+
+        Args:
+            prompts: one for each completion.
+            seed: of this rollout.
+            is_over: asked before each step; sampling ends if it returns True.
+
+        Raises:
+            CheckpointError: logits are not finite.
+        """
         engine, sampling = self._engine, SamplingConfig(temperature=1.0, logprobs=0)
-        places = {
-            engine.submit(
-                GenerationRequest(
-                    prompt_ids=prompt.ids,
-                    max_new_tokens=self._rl.max_new_tokens,
-                    sampling=sampling,
-                    seed=seed,
-                    choice=place,
-                    eos_ids=frozenset(self._tokenizer.end_ids),
-                )
-            ): place
-            for place, prompt in enumerate(prompts)
-        }
-        ids: list[list[int]] = [[] for _ in prompts]
-        scores: list[list[float]] = [[] for _ in prompts]
-        texts = [""] * len(prompts)
+        assert engine is not None, "renew comes first"
+        growing: dict[int, _Growing] = {}
+        for place, prompt in enumerate(prompts):
+            request = GenerationRequest(
+                prompt_ids=prompt.ids,
+                max_new_tokens=self._rl.max_new_tokens,
+                sampling=sampling,
+                seed=seed,
+                choice=place,
+                eos_ids=frozenset(self._tokenizer.end_ids),
+            )
+            growing[engine.submit(request)] = _Growing(place=place)
         while engine.is_busy and not is_over():
             for progress in engine.step():
-                place = places[progress.request]
-                ids[place] += progress.tokens
-                scores[place] += [each.logprob for each in progress.scores]
-                texts[place] += progress.text
+                each = growing[progress.request]
+                each.add(progress)
                 if progress.end is EndReason.ERROR:
-                    raise CheckpointError(f"a rollout of {prompts[place].text!r:.60}: {NOT_FINITE}")
-                if progress.end is None:
-                    continue
-                assert len(ids[place]) == len(scores[place]), "one log probability for each token"
-                yield Completion(
-                    place=place,
-                    ids=tuple(ids[place]),
-                    log_probabilities=tuple(scores[place]),
-                    text=texts[place],
-                    is_cut=progress.end is not EndReason.EOS,
-                )
+                    text = prompts[each.place].text
+                    raise CheckpointError(f"a rollout of {text!r:.60}: {NOT_FINITE}")
+                if progress.end is not None:
+                    yield each.ended(progress.end)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Growing:
+    """A completion whose tokens are still coming."""
+
+    place: int
+    ids: list[int] = dataclasses.field(default_factory=list)
+    log_probabilities: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+
+    def add(self, progress: RequestProgress) -> None:
+        self.ids += progress.tokens
+        self.log_probabilities += [each.logprob for each in progress.scores]
+        self.text += progress.text
+
+    def ended(self, end: EndReason) -> Completion:
+        assert len(self.ids) == len(self.log_probabilities), "one log probability for each token"
+        return Completion(
+            place=self.place,
+            ids=tuple(self.ids),
+            log_probabilities=tuple(self.log_probabilities),
+            text=self.text,
+            is_cut=end is not EndReason.EOS,
+        )
 
 
 def rollout_seed(seed: int, rollout: int) -> int:

@@ -19,8 +19,9 @@ from flax import nnx
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.errors import DataError, UnsupportedError
 from jaxinfra.model.decoder import Decoder, KVCache
-from jaxinfra.serving.engine.engine import NOT_FINITE, TextStream, end_of, last_text, text_of
+from jaxinfra.serving.engine.engine import NOT_FINITE
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
+from jaxinfra.serving.engine.text import TextStream, end_of, last_text, text_of
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import NO_TOKEN, SamplingNeeds, SamplingRows, sample, sampling_key
 

@@ -124,6 +124,8 @@ def status_cells(
         cells.append(("right", f"{record['preferences/accuracy']:.0%}"))
     if "rl/reward" in record:
         cells.append(("reward", f"{record['rl/reward']:.3f}"))
+    if "rl/engine_kl" in record:
+        cells.append(("engine KL", f"{record['rl/engine_kl']:.1e}"))
     if record["skipped"]:
         cells.append(("skipped", str(record["skipped"])))
     if left_out:  # choices of experts, dropped or without room in the exchange

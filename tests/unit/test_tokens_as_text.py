@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.serving.engine.engine import TextStream
 from jaxinfra.serving.engine.requests import TokenScore
+from jaxinfra.serving.engine.text import TextStream
 from jaxinfra.serving.http.answers import ChoicePart, CompletionForm
 from jaxinfra.serving.http.bodies import ChatBody, CompletionBody
 from jaxinfra.serving.http.chat import ChatTurn
