@@ -2,8 +2,9 @@
 
     python -m experiments.examples.reinforcement --out runs/reinforcement
 
-Trains a small model on rows such as "7,2>4", whose answer is a random digit. Then it learns from a
-reward that the answer is the larger one. What to conclude: the reward rises from 0.1 to over 0.9.
+Trains a small model on rows such as "271809>8", whose answer is one of the six digits by chance.
+Then it learns from a reward alone that the answer is the largest. What to conclude: the reward
+rises from 0.17 to over 0.9, whatever the seed.
 """
 
 import argparse
@@ -13,21 +14,19 @@ from pathlib import Path
 
 import jaxinfra
 
-LEARN = {
-    "rl.max_new_tokens": 3,
-    "rl.max_running": 64,
-    "training.sequence_length": 8,
-    "training.batch_size": 256,
-    "training.log_every": 25,
-    "optimizer.warmup_steps": 0,
-    "optimizer.learning_rate": 5e-3,
-}
+LEARN = (
+    "rl.kl=0.02 rl.max_new_tokens=2 rl.max_running=64 training.sequence_length=10 "
+    "training.batch_size=256 training.log_every=25 optimizer.learning_rate=3e-3 "
+    "optimizer.warmup_steps=0"
+)
 
 
 def write_rows(directory: Path) -> None:
-    rng = random.Random(0)
-    prompts = [{"prompt": f"{n // 10},{n % 10}>", "answer": max(divmod(n, 10))} for n in range(100)]
-    rows = [rng.choice(prompts) | {"completion": str(rng.randrange(10))} for _ in range(2000)]
+    rng, prompts, rows = random.Random(0), [], []
+    for _ in range(2000):
+        digits = rng.sample("0123456789", 6)
+        prompts.append({"prompt": "".join(digits) + ">", "answer": max(digits)})
+        rows.append(prompts[-1] | {"completion": rng.choice(digits)})
     for name, lines in (("rows", rows), ("prompts", prompts)):
         (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
@@ -35,7 +34,7 @@ def write_rows(directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=125)
     parser.add_argument("--out", type=Path, default=Path("runs/reinforcement"))
     parser.add_argument("--set", action="append", default=[], help="settings of learning")
     args = parser.parse_args()
@@ -47,12 +46,13 @@ def main() -> None:
     for seed in args.seeds:
         rl = jaxinfra.RlConfig(prompts=str(args.out / "prompts.jsonl"), reward="exact_match")
         config = jaxinfra.start_from(args.out / "start", rl=rl)
-        learn = LEARN | {"training.steps": args.steps, "training.seed": seed}
-        settings = [*(f"{name}={value}" for name, value in learn.items()), *args.set]
-        jaxinfra.rl(jaxinfra.override(config, settings), args.out / f"seed-{seed}")
+        settings = [f"training.steps={args.steps}", f"training.seed={seed}", *args.set]
+        jaxinfra.rl(
+            jaxinfra.override(config, [*LEARN.split(), *settings]), args.out / f"seed-{seed}"
+        )
         lines = (args.out / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
         rewards = [json.loads(line)["rl/reward"] for line in lines]
-        print(f"seed {seed}: reward {sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}")
+        print(f"seed {seed}: reward {rewards[0]:.2f} -> {sum(rewards[-5:]) / 5:.2f}")
 
 
 if __name__ == "__main__":

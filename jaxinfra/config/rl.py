@@ -123,9 +123,8 @@ class RlConfig:
     clip_low: float | None = None  # the ratio is clipped at 1 - clip_low; None: the algorithm's
     clip_high: float | None = None  # and at 1 + clip_high; None: the algorithm's
     mean: Mean | None = None  # weights of tokens in the loss; None: the algorithm's
-    # Your own functions by name: rewards to advantages, and the loss of each token.
-    advantage: str | None = None
-    loss: str | None = None
+    advantage: str | None = None  # your own function by name: rewards to advantages
+    loss: str | None = None  # your own function by name: each token's loss
     kl: float = 0.0  # weight of the KL divergence to the start model; 0: there is no reference
     # Cap of the ratio between the probabilities of trainer and engine, by which losses are weighed.
     importance_cap: float = 2.0

@@ -119,7 +119,8 @@ def draw_curves(views: Sequence[RunView]) -> Figure:
     """Plots runs' training losses, or rewards, raw and smoothed, with held-out losses as points."""
     curves = [learning_curve(view.records) for view in views]
     labels = " and ".join(dict.fromkeys(label for _, label in curves))
-    figure, axes = _new_plot(3.6, "step", f"{labels} (points: held-out)")
+    points = " (points: held-out)" if any(view.heldout for view in views) else ""
+    figure, axes = _new_plot(3.6, "step", labels + points)
     for number, view in enumerate(views):
         color = f"C{number}"
         steps, losses = _column(view.records, curves[number][0])

@@ -60,6 +60,7 @@ class RunView:
         return {
             "step": f"{last.get('step', 0)}/{self.num_steps}",
             "loss": _number(last.get("loss"), ".4f"),
+            **self._rewards(),
             "held-out": _number(self.heldout[-1][1] if self.heldout else None, ".4f"),
             "tokens/s": _number(self.tokens_per_step / step_s if step_s else None, ",.0f"),
             "ms per step": _number(1e3 * step_s if step_s else None, ".1f"),
@@ -69,6 +70,14 @@ class RunView:
             "incidents": self._counted(),
             **{f"held-out {name}": _number(x, ".4f") for name, x in self.heldout_sets.items()},
         }
+
+    def _rewards(self) -> dict[str, str]:
+        """Newest figures of rollouts; none of a run without them."""
+        last = next((each for each in reversed(self.records) if "rl/reward" in each), None)
+        if last is None:
+            return {}
+        names = {"reward": ("rl/reward", ".3f"), "engine KL": ("rl/engine_kl", ".1e")}
+        return {shown: _number(last.get(name), form) for shown, (name, form) in names.items()}
 
     def _counted(self) -> str:
         kinds = collections.Counter(each["kind"] for each in self.incidents)

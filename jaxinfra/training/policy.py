@@ -44,6 +44,7 @@ def policy_loss(
         log_probabilities: of the sampled tokens under the policy that is trained, in nats.
         old: the same under the policy before the first step on these completions.
         advantages: how much better a completion is than expected.
+        config: settings with the ratio and its clip range.
         weights: 1 where a token counts, else 0.
 
     Examples:
