@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxinfra.errors import CheckpointError
@@ -50,7 +49,7 @@ class Write:
         silence_orbax()
         self._directory = epath.Path(directory)
         self._handler = _handler()
-        arguments = ocp.args.PyTreeSave(
+        arguments = _orbax().args.PyTreeSave(
             {path: _detached(leaf) for path, leaf in flat.items()},
             ocdbt_target_data_file_size=_DATA_FILE_BYTES,
         )
@@ -77,6 +76,7 @@ class Write:
 def read(directory: Path, flat: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Reads the named arrays of a checkpoint into the given shardings, and no other arrays."""
     silence_orbax()
+    ocp = _orbax()
     arguments = {
         path: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
@@ -88,10 +88,17 @@ def read(directory: Path, flat: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str,
     return _handler().restore(epath.Path(directory), args=request)
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
+def _orbax() -> Any:
+    """Imports Orbax, which takes its time: processes that serve model files do without it."""
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
+def _handler() -> Any:
     # Not CheckpointManager: after a failed commit its cache of steps lets it skip later saves.
     # Uncompressed: zstd made float32 noise 8% smaller and saving 3 to 13 times slower on 2 cores.
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+    return _orbax().PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
 
 
 def _detached(leaf: jax.Array) -> jax.Array:

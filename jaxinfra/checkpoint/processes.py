@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxinfra.errors import CheckpointError
@@ -42,4 +41,6 @@ def barrier(name: str) -> None:
     """Waits for all processes. It may be called in any thread and uses no devices; each ``name``
     may be used only once.
     """
+    import orbax.checkpoint as ocp  # it takes its time, and one process needs no barrier
+
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_TIMEOUT_S * 1000)

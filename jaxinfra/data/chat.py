@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxinfra.config.data import Turns
-from jaxinfra.data.chat_template import ChatTemplate, Message, is_text_part
+from jaxinfra.data.chat_template import ChatTemplate, Message, check_message
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.turns import ASSISTANT, Rendering, turn_renderings
@@ -315,21 +315,3 @@ def check_messages(messages: Sequence[Any], *, where: str) -> None:
             )
     if all(message["role"] != ASSISTANT for message in messages):
         raise DataError(f"{where}: no message of role {ASSISTANT!r}, so nothing to learn from")
-
-
-def check_message(message: Any, *, where: str) -> None:
-    """Raises DataError unless ``message`` has content that is text, text parts, or null."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{where} has no role; it must be an object with one")
-    calls, holds = message.get("tool_calls"), list[dict[str, Any]] | None
-    require_type(calls, holds, where=f"{where}: tool_calls", error=DataError)
-    content = message.get("content")
-    if isinstance(content, list) and not all(is_text_part(part) for part in content):
-        kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
-        raise DataError(
-            f"{where} ({message['role']}) has content of parts {kinds}; text alone is read"
-        )
-    if content is not None and not isinstance(content, str | list):
-        raise DataError(
-            f"{where} ({message['role']}) has content {type(content).__name__}; it must be text"
-        )

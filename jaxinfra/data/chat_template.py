@@ -312,6 +312,24 @@ def _guarded(tokenizer: Tokenizer, message: Message) -> Message:
     return message
 
 
+def check_message(message: Any, *, where: str) -> None:
+    """Raises DataError unless ``message`` has content that is text, text parts, or null."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where} has no role; it must be an object with one")
+    calls, holds = message.get("tool_calls"), list[dict[str, Any]] | None
+    require_type(calls, holds, where=f"{where}: tool_calls", error=DataError)
+    content = message.get("content")
+    if isinstance(content, list) and not all(is_text_part(part) for part in content):
+        kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
+        raise DataError(
+            f"{where} ({message['role']}) has content of parts {kinds}; text alone is read"
+        )
+    if content is not None and not isinstance(content, str | list):
+        raise DataError(
+            f"{where} ({message['role']}) has content {type(content).__name__}; it must be text"
+        )
+
+
 def is_text_part(part: Any) -> bool:
     """Whether ``part`` is a text part of a message's content in the format of OpenAI's API."""
     return (

@@ -1,6 +1,7 @@
 """What programs are given at a step, and the shapes that they are listed for."""
 
 import argparse
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ def test_sizes_of_calls_are_few_and_reach_all_requests():
         300,
     )
     assert sizes(options_on("gpu")) == (1, 4, 16, 64)
-    assert options_on("cpu") == EngineOptions()
+    assert options_on("cpu") == EngineOptions(max_piece_rows=1)
 
 
 def test_room_for_pages_in_the_hosts_memory():
@@ -127,9 +128,11 @@ def test_options_of_the_command_line():
     def told(*words):
         return engine_options(parser.parse_args(words))
 
-    assert told() == EngineOptions()
+    cpu = options_on("cpu")
+    assert told() == cpu
     kept = told("--preemption", "host", "--host-gib", "0.5", "--num-pages", "9")
-    assert kept == EngineOptions(preemption=Preemption.HOST, host_bytes=1 << 29, num_pages=9)
+    expected = {"preemption": Preemption.HOST, "host_bytes": 1 << 29, "num_pages": 9}
+    assert kept == dataclasses.replace(cpu, **expected)
     for words in (("--host-gib", "1"), ("--preemption", "host", "--host-gib", "nan")):
         with pytest.raises(ConfigError, match="a size above 0, with --preemption host"):
             told(*words)

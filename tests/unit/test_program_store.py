@@ -177,6 +177,21 @@ def test_a_failed_compilation_ends_the_others(monkeypatch):
         programs.wait(KEYS, 60)
 
 
+def test_few_programs_are_traced_ahead_of_those_that_compile(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    traced, ahead = 0, []
+
+    def traces(key: ProgramKey) -> Prepared:
+        nonlocal traced
+        ahead.append(traced - len(programs))
+        traced += 1
+        return prepare(key)
+
+    programs = ProgramSet(traces, devices=DEVICES)
+    programs.make([ProgramKey(name="step", rows=rows) for rows in range(1, 6)])
+    assert max(ahead) <= 1
+
+
 def test_the_background_makes_all_and_tells_how_many_are_left():
     programs = made(None)
     programs.begin(KEYS)

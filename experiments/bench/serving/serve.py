@@ -6,7 +6,8 @@
 A model is served by a process of its own, with the options after ``--``; a server that runs
 already is named by its address. Open loop (``--rates``): requests arrive as a Poisson process,
 whatever the server does. Closed loop (``--concurrency``): a client asks again when it is answered.
-Prompts are random tokens, so that nothing is shared but what ``--shared-prefix`` says.
+Prompts are random tokens, so that nothing is shared but what ``--shared-prefix`` says. With
+``--whole`` answers are not streamed, and their first token counts when the last one is there.
 """
 
 import argparse
@@ -64,6 +65,7 @@ class Server:
     model: str
     api_key: str | None
     num_ids: int  # size of the vocabulary; prompts are sampled from the ids below it
+    streams: bool  # answers come token by token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +101,8 @@ async def asked(server: Server, call: Call) -> Answer:
             "max_tokens": call.new,
             "ignore_eos": True,
             "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream": server.streams,
+            **({"stream_options": {"include_usage": True}} if server.streams else {}),
         }
     ).encode()
     key = f"Authorization: Bearer {server.api_key}\r\n" if server.api_key else ""
@@ -139,9 +141,9 @@ async def asked(server: Server, call: Call) -> Answer:
 
 
 async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The bodies of server-sent events, as they come."""
+    """The bodies of server-sent events as they come, or the body of a whole answer."""
     while line := await reader.readline():
-        if line.startswith(b"data: {"):
+        if line.startswith((b"data: {", b"{")):
             yield json.loads(line.removeprefix(b"data: "))
 
 
@@ -243,9 +245,9 @@ def _show(lines: Iterable[str]) -> None:
         print(line, end="", flush=True)
 
 
-def reached(url: str, api_key: str | None, num_ids: int) -> Server:
+def reached(url: str, args: argparse.Namespace) -> Server:
     """The server at an address, and the model that it serves."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers=headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
@@ -254,12 +256,19 @@ def reached(url: str, api_key: str | None, num_ids: int) -> Server:
         raise ConfigError(f"no server answers at {url} ({error}); start one") from error
     parts = urllib.parse.urlsplit(url)
     host = parts.hostname or "127.0.0.1"
-    return Server(host=host, port=parts.port or 80, model=model, api_key=api_key, num_ids=num_ids)
+    return Server(
+        host=host,
+        port=parts.port or 80,
+        model=model,
+        api_key=args.api_key,
+        num_ids=args.num_ids,
+        streams=not args.whole,
+    )
 
 
 def run(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All loads, one after the other; prints a line of each."""
-    server, rows = reached(url, args.api_key, args.num_ids), []
+    server, rows = reached(url, args), []
     loads = [("requests/s", rate) for rate in args.rates]
     loads += [("clients", number) for number in args.concurrency]
     for kind, value in loads:
@@ -300,6 +309,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first-ms", type=float, default=1000.0, help="bound of goodput")
     parser.add_argument("--token-ms", type=float, default=50.0, help="bound of goodput")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--whole", action="store_true", help="answers are not streamed")
     parser.add_argument("--out", type=pathlib.Path, help="JSON, and a picture beside it")
     options = sys.argv[1:]
     at = options.index("--") if "--" in options else len(options)

@@ -254,8 +254,8 @@ class ProgramSet:
             report: called with the number of programs that are ready, and of all.
         """
         keys = [key for key in keys if key not in self._made]
-        number = 0
-        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=UNAWAITED)
+        number, most = 0, os.cpu_count() or 1
+        pool = concurrent.futures.ThreadPoolExecutor(most, thread_name_prefix=UNAWAITED)
         with pool:
             loading = {key: pool.submit(self._loaded, key) for key in keys}
             coming: list[concurrent.futures.Future[None]] = []
@@ -263,6 +263,12 @@ class ProgramSet:
                 if self._is_closed or any(each.done() and each.exception() for each in coming):
                     break
                 if loading[key].result() is None:
+                    # Tracing further ahead would slow down the programs that are needed first.
+                    while sum(not each.done() for each in coming) >= most:
+                        concurrent.futures.wait(
+                            [each for each in coming if not each.done()],
+                            return_when=concurrent.futures.FIRST_COMPLETED,
+                        )
                     coming.append(pool.submit(self._compile, key, self.lowered(key)))
                 else:
                     number += 1

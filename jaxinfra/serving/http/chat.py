@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from jaxinfra.data.chat import check_message
-from jaxinfra.data.chat_template import ChatTemplate
+from jaxinfra.data.chat_template import ChatTemplate, check_message
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.grammar import GrammarCompiler, StructureKind
