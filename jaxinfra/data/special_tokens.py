@@ -7,6 +7,7 @@ file names, as in vLLM.
 """
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxinfra.runtime.files import read_json, require_type
 
 SETTINGS = "tokenizer_config.json"
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # Where no file says: the names that tokenizers trained here and old formats have.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>")
@@ -57,13 +59,70 @@ def read_special_tokens(tokenizer: tokenizers.Tokenizer, directory: Path | None)
     )
 
 
-def named_tokens(directory: Path) -> dict[str, str]:
-    """Returns the special tokens that a directory's files name, by role, for chat templates."""
+def add_listed_tokens(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
+    """Adds the tokens that a directory's other files list and a tokenizer lacks, as transformers.
+
+    These are ``added_tokens_decoder`` (or ``added_tokens.json``), the named roles, and
+    ``extra_special_tokens``; each takes the next id.
+
+    Raises:
+        ConfigError: a file is not a valid file of its kind.
+    """
+    settings, where = _settings_with_map(directory), f"{directory}, listed tokens"
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    extra = [*extra.values()] if isinstance(extra, dict) else extra
+    require_type(extra, list[Any], where=f"{where}: extra", error=ConfigError)
+    roles = [settings.get(role) for role in (*_NAMED, "mask_token")]
+    special = [_added(each, where) for each in (*roles, *extra) if each is not None]
+    have = {_flags(each) for each in tokenizer.get_added_tokens_decoder().values()}
+    names = {each.content for each in special}
+    if "added_tokens_decoder" in settings:
+        decoder = settings["added_tokens_decoder"]
+        require_type(decoder, dict[str, dict[str, Any]], where=where, error=ConfigError)
+        if beyond := [key for key in decoder if not key.isdecimal()]:
+            raise ConfigError(f"{where}: {beyond[0]!r} is no token id; correct it")
+        listed = [_added(decoder[key], where) for key in sorted(decoder, key=int)]
+    else:
+        file = directory / "added_tokens.json"
+        ids = read_json(file) if file.is_file() else {}
+        require_type(ids, dict[str, int], where=str(file), error=ConfigError)
+        known = {name for name, *_ in have}
+        listed = [_plain(name, names) for name in sorted(ids, key=ids.get) if name not in known]
+    known = {name for name, *_ in have} | {each.content for each in listed}
+    missing = [each for each in listed if _flags(each) not in have]
+    tokenizer.add_tokens([*missing, *(each for each in special if each.content not in known)])
+
+
+def _added(value: Any, where: str) -> tokenizers.AddedToken:
+    """A token as a file has it: its text, or a dict with flags too."""
+    fields = value if isinstance(value, dict) else {"content": value, "special": True}
+    require_type(fields.get("content"), str, where=where, error=ConfigError)
+    flags = {name: fields[name] for name in _FLAGS if name in fields}
+    require_type(flags, dict[str, bool], where=where, error=ConfigError)
+    return tokenizers.AddedToken(fields["content"], **flags)
+
+
+def _plain(name: str, special: Collection[str]) -> tokenizers.AddedToken:
+    is_special = name in special
+    return tokenizers.AddedToken(name, normalized=not is_special, special=is_special)
+
+
+def _flags(token: tokenizers.AddedToken) -> tuple[Any, ...]:
+    return token.content, *(getattr(token, name) for name in _FLAGS)
+
+
+def _settings_with_map(directory: Path) -> dict[str, Any]:
+    """Settings of a tokenizer; ``special_tokens_map.json`` counts unless they list added tokens."""
     settings = read_settings(directory)
     if "added_tokens_decoder" not in settings:
         file = directory / "special_tokens_map.json"
         settings |= read_json(file) if file.is_file() else {}
-    named = {}
+    return settings
+
+
+def named_tokens(directory: Path) -> dict[str, str]:
+    """Returns the special tokens that a directory's files name, by role, for chat templates."""
+    settings, named = _settings_with_map(directory), {}
     for role in _NAMED:
         token = settings.get(role)
         if isinstance(token, dict):
@@ -93,7 +152,10 @@ def _config_ids(directory: Path | None, name: str) -> list[int]:
         if directory is None or not (directory / file).is_file():
             continue
         values = read_json(directory / file)
-        ids = (values.get("hf") or values).get(name)
+        values = values.get("hf") or values
+        if values.get(name) is None and isinstance(text := values.get("text_config"), dict):
+            values = text  # of a model of text and images
+        ids = values.get(name)
         where = f"{directory / file}, {name}"
         require_type(ids, int | list[int] | None, where=where, error=ConfigError)
         found += [] if ids is None else ids if isinstance(ids, list) else [ids]

@@ -15,7 +15,7 @@ import tokenizers
 from jaxtyping import Int32
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxinfra.data.special_tokens import SETTINGS, read_special_tokens
+from jaxinfra.data.special_tokens import SETTINGS, add_listed_tokens, read_special_tokens
 from jaxinfra.errors import DataError
 from jaxinfra.runtime.files import parse_json, read_bytes
 
@@ -270,7 +270,9 @@ class Tokenizer:
         """Reads a ``tokenizer.json``; raises DataError if it is not one."""
         try:
             with Panics():
-                return Tokenizer(read_tokenizer(path), directory=path.parent)
+                tokenizer = read_tokenizer(path)
+                add_listed_tokens(tokenizer, path.parent)
+                return Tokenizer(tokenizer, directory=path.parent)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
 

@@ -31,6 +31,8 @@ def test_roles_are_those_of_the_reference(tmp_path, name):
     read.save(copy / "tokenizer.json")
     again = Tokenizer.load(copy / "tokenizer.json")
     assert (again.bos_id, again.eos_id) == (wanted["bos"], wanted["eos"])
+    for each in (read, again):
+        assert each.encode_rendered([token_cases.SPELLED])[0].tolist() == wanted["spelled"]
 
 
 def test_text_ends_at_every_end_that_a_file_names(tmp_path):
@@ -38,6 +40,8 @@ def test_text_ends_at_every_end_that_a_file_names(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": [100, 257]}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 259}')
     assert Tokenizer.load(tmp_path / "tokenizer.json").end_ids == (257, 259, 100)
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [100, 98]}}')
+    assert Tokenizer.load(tmp_path / "tokenizer.json").end_ids == (257, 259, 100, 98)
 
 
 def test_templates_read_the_names_that_the_map_gives(tmp_path):

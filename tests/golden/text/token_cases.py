@@ -12,6 +12,16 @@ TYPED = FLAGS | {"__type": "AddedToken"}
 BOTH = "<s> $A </s>"
 NAMED = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
 LISTED = {"added_tokens_decoder": {"257": {"content": "</s>", "special": True} | FLAGS}}
+USER = {"__type": "AddedToken", "content": "<|user|>", "special": True} | FLAGS
+
+
+def listed(token: int, name: str, **flags: bool) -> dict:
+    """Settings that list a token beside those of the tokenizer."""
+    names = {str(256 + i): {"content": each, "special": True} for i, each in enumerate(SPECIAL)}
+    names[str(token)] = {"content": name, "special": True} | flags
+    return {"added_tokens_decoder": {key: FLAGS | each for key, each in names.items()}}
+
+
 CASES = {
     "named": {"settings": NAMED},
     "add_bos_token is of no account": {"settings": NAMED | {"add_bos_token": True}},
@@ -29,7 +39,19 @@ CASES = {
         "map": {"eos_token": "</s>", "bos_token": "<s>"},
     },
     "truncated and padded": {"settings": NAMED, "max_length": 4},
+    "a listed token is new": {"settings": NAMED | listed(260, "<|user|>")},
+    "a listed word is new": {"settings": NAMED | listed(300, "<word>", special=False)},
+    "a listed token takes white space": {
+        "settings": NAMED | listed(259, "<|im_end|>", rstrip=True)
+    },
+    "further tokens": {"settings": NAMED | {"additional_special_tokens": ["<|user|>", "</s>"]}},
+    "further tokens as dicts": {"settings": NAMED | {"extra_special_tokens": [USER]}},
+    "further tokens by name": {"settings": NAMED | {"extra_special_tokens": {"u": "<|user|>"}}},
+    "further tokens of the map": {"settings": NAMED, "map": {"extra_special_tokens": ["<|user|>"]}},
+    "an end that is new": {"settings": NAMED | {"eos_token": "<|user|>"}},
+    "a file of added tokens": {"settings": NAMED, "added": {"<word>": 260, "<|user|>": 261}},
 }
+SPELLED = "a<|user|>b <|im_end|> <word>c</s>"
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
@@ -56,5 +78,7 @@ def write(directory: Path, case: dict) -> None:
         made.enable_padding(length=case["max_length"], pad_id=258, pad_token="<pad>")
     made.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(case["settings"]))
+    if "added" in case:
+        (directory / "added_tokens.json").write_text(json.dumps(case["added"]))
     if "map" in case:
         (directory / "special_tokens_map.json").write_text(json.dumps(case["map"]))
