@@ -7,6 +7,7 @@ to be the prompt that the model would generate it from.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -62,7 +63,7 @@ class ChatEncoder:
     ):
         self._template = template
         self._tokenizer = tokenizer
-        self._turns = turns
+        self._turns, self._ends = turns, frozenset(tokenizer.end_ids)
         self._counts = collections.Counter[str]()
         probe = tokenizer.encode_rendered([template.render([{"role": "user", "content": "x"}])])
         if not probe[0].size:
@@ -119,6 +120,11 @@ class ChatEncoder:
                 f"{counts['unasked']:,} turns of the model begin otherwise than the chat "
                 "template's generation prompt; they count from where the template writes them"
             )
+        if counts["endless"]:
+            lines.append(
+                f"{counts['endless']:,} turns of the model have no end token that counts, so the "
+                "model does not learn to stop after them: have the chat template write one"
+            )
         return lines
 
     def _render(self, each: ChatRow) -> list[Rendering]:
@@ -154,7 +160,10 @@ class ChatEncoder:
                         "the model is to write is not what it would be asked for; begin the "
                         "message without white space, or end the prompt with a special token"
                     )
-            counted[len(prefixes[2 * number]) : len(prefixes[2 * number + 1])] = True
+            start, end = (len(each) for each in prefixes[2 * number : 2 * number + 2])
+            counted[start:end] = True
+            if self._ends.isdisjoint(ids[start:end].tolist()):
+                ids, counted = self._closed(ids, counted, end, is_marked=part.is_marked)
         if counted[0]:
             raise DataError(f"{name}: the model's turn begins the text; nothing asks for it")
         return EncodedChat(
@@ -163,6 +172,35 @@ class ChatEncoder:
             text="".join(text[a:b] for a, b in spans),
             first=int(ids[0]),
         )
+
+    def _closed(
+        self, ids: np.ndarray, counted: np.ndarray, end: int, *, is_marked: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns tokens, and which count, with the end of a turn that has no end token itself.
+
+        In some families the next turn's beginning is an end token, at which generation stops.
+        """
+        if not is_marked and end < len(ids) and int(ids[end]) in self._ends:
+            counted[end] = True
+        elif not is_marked and end == len(ids) and self._next_turn is not None:
+            return np.append(ids, np.int32(self._next_turn)), np.append(counted, True)
+        else:
+            self._counts["endless"] += 1
+        return ids, counted
+
+    @functools.cached_property
+    def _next_turn(self) -> int | None:
+        """The end token that a question after a turn of the model begins with; None: another."""
+        roles = [("user", "x"), (ASSISTANT, "y"), ("user", "z")]
+        talk = [{"role": role, "content": text} for role, text in roles]
+        try:
+            (_, last), *_ = turn_renderings(self._template, talk, [1])[0].spans or [(0, 0)]
+            text = self._template.render(talk, add_generation_prompt=False)
+        except DataError:
+            return None
+        whole, before = self._tokenizer.encode_rendered([text, text[:last]])
+        token = int(whole[len(before)]) if last and len(before) < len(whole) else None
+        return token if token in self._ends else None
 
 
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, ASSISTANT: ASSISTANT}

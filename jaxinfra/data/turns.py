@@ -28,6 +28,7 @@ class Rendering:
     text: str
     spans: list[Span]
     num_unprompted: int = 0  # spans that do not follow the template's generation prompt
+    is_marked: bool = False  # the template itself says what counts
 
 
 def turn_renderings(
@@ -49,7 +50,8 @@ def turn_renderings(
     """
     whole, marks = template.render_marked(messages, tools=tools)
     if marks is not None:
-        return [Rendering(text=whole, spans=_of_marks(marks, messages, counted))]
+        spans = _of_marks(marks, messages, counted)
+        return [Rendering(text=whole, spans=spans, is_marked=True)]
     turns, left, result = _Turns(template, messages, tools), list(counted), []
     for end in (len(messages), *(number + 1 for number in reversed(counted))):
         if end < len(messages) and end - 1 not in left:

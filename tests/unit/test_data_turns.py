@@ -6,7 +6,7 @@ import json
 import jinja2
 import numpy as np
 import pytest
-from golden.text import template_cases
+from golden.text import template_cases, token_cases
 
 from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, Turns
 from jaxinfra.data.chat import ChatEncoder
@@ -14,7 +14,7 @@ from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.data.corpora import first_prompt
 from jaxinfra.data.pairs import CompletionEncoder, PairEncoder
 from jaxinfra.data.readers import Document
-from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
 from jaxinfra.errors import ConfigError, DataError
 
 TOKENIZER = bytes_tokenizer()
@@ -155,7 +155,7 @@ def test_turns_that_one_text_asks_for_share_it_and_splits_are_counted():
     assert "1 of 1 conversations are 3 documents" in notes[0]
     ((data, mask),), notes = documents(THINKS, TALK, turns=Turns.LAST)
     assert bytes(np.frombuffer(data, np.uint8)[mask]) == b"<think>hm</think>THREE</>"
-    assert notes == ["3 turns of the model before the last do not count (data.turns=last)"]
+    assert notes[0] == "3 turns of the model before the last do not count (data.turns=last)"
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -247,3 +247,35 @@ def test_a_prompt_that_pairs_begin_with(chosen, rejected, prompt):
         assert each.text == text.removeprefix(prompt)
         assert not each.counted[: len(prompt)].any()
         assert each.counted[len(prompt) :].all()
+
+
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_a_turn_that_the_next_one_ends_learns_to_stop_there(tmp_path):
+    token_cases.write(
+        tmp_path, {"settings": token_cases.NAMED | token_cases.listed(260, "<|user|>")}
+    )
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [257, 260]}')
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    talk = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 2]
+
+    def counted(program):
+        encoder = ChatEncoder(ChatTemplate(program, variables=template_cases.TOKENS), tokenizer)
+        text = json.dumps({"messages": talk})
+        ((part,),) = encoder.encode_batch([Document(name="x:1", text=text)])
+        return part.tokens[part.counted].tolist(), encoder.notes()
+
+    assert counted(GLM) == ([97, 260, 97, 260], [])
+    closed = GLM.replace("{{ m.content }}", "{{ m.content }}{{ eos_token if m.role != 'user' }}")
+    assert counted(closed) == ([97, 257, 97, 257], [])
+    marked = GLM.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    marked = marked.replace("{% gen", "{% if m.role == 'user' %}u{% else %}{% gen")
+    tokens, (note,) = counted(
+        marked.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
+    )
+    assert tokens == [97, 97]
+    assert "2 turns of the model have no end token that counts" in note
