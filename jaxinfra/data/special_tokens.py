@@ -86,8 +86,9 @@ def add_listed_tokens(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
         file = directory / "added_tokens.json"
         ids = read_json(file) if file.is_file() else {}
         require_type(ids, dict[str, int], where=str(file), error=ConfigError)
+        ordered = sorted(ids.items(), key=lambda pair: pair[1])
         known = {name for name, *_ in have}
-        listed = [_plain(name, names) for name in sorted(ids, key=ids.get) if name not in known]
+        listed = [_plain(name, names) for name, _ in ordered if name not in known]
     known = {name for name, *_ in have} | {each.content for each in listed}
     missing = [each for each in listed if _flags(each) not in have]
     tokenizer.add_tokens([*missing, *(each for each in special if each.content not in known)])
