@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from jaxinfra.config.recurrent import GatedDeltaConfig as GatedDeltaConfig
     from jaxinfra.config.recurrent import StateSpaceConfig as StateSpaceConfig
     from jaxinfra.config.rl import Algorithm as Algorithm
+    from jaxinfra.config.rl import JudgeConfig as JudgeConfig
     from jaxinfra.config.rl import RlConfig as RlConfig
     from jaxinfra.config.rope import RopeConfig as RopeConfig
     from jaxinfra.config.run import CheckpointConfig as CheckpointConfig
@@ -154,6 +155,7 @@ _PUBLIC = {
     ),
     "jaxinfra.config.rl": (
         "Algorithm",
+        "JudgeConfig",
         "RlConfig",
     ),
     "jaxinfra.config.rope": ("RopeConfig",),

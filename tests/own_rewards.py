@@ -37,6 +37,15 @@ def first_digit(completion, *, prompt, row):
 
 
 @jaxinfra.part
+def answering(turns, *, prompt, row):
+    """The number in the last turn; a reply to any other."""
+    del row
+    if turns[-1].isdigit():
+        return int(turns[-1])
+    return f"it is {'d' if turns[-1] == 'ask' else prompt}"
+
+
+@jaxinfra.part
 def by_length(completion, *, prompt, row):
     """Some reward by the number of characters; none for one of the prompts."""
     del row

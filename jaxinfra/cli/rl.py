@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reward",
         metavar="NAME",
-        help="exact_match, pattern, unit_tests, or module:function, with --init (rl.reward)",
+        help="exact_match, pattern, math_equal, unit_tests, or module:function (rl.reward)",
     )
     parser.add_argument(
         "--algorithm",

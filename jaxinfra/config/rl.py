@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import math
+import re
 
 from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError, nearest
@@ -45,7 +46,7 @@ class Mean(enum.StrEnum):
 
     SEQUENCE = "sequence"  # mean over completions of the mean over their tokens
     TOKEN = "token"  # mean over all tokens
-    CONSTANT = "constant"  # sum over tokens / (completions x max_new_tokens)
+    CONSTANT = "constant"  # sum over tokens / (completions x max_new_tokens x max_turns)
     SUM = "sum"  # mean over completions of the sum over their tokens
 
 
@@ -98,6 +99,52 @@ _RECIPES = {
 
 
 @record
+class JudgeConfig:
+    """A model behind an OpenAI-compatible URL that scores completions, for ``reward="judge"``.
+
+    Raises:
+        ConfigError: the URL is none, or the question names an unknown field.
+
+    Examples:
+        >>> judge = jaxinfra.JudgeConfig(url="http://localhost:8000/v1", model="mine")
+        >>> judge.asked(prompt="2+2=", completion="4", answer="4").splitlines()[0]
+        'Question: 2+2='
+    """
+
+    url: str  # such as http://localhost:8000/v1; /chat/completions is added
+    model: str  # name of the model there
+    # What the judge is asked; {prompt}, {completion} and {answer} (of the row) are replaced.
+    question: str = (
+        "Question: {prompt}\nReference: {answer}\nAnswer: {completion}\n\n"
+        "How good is the answer, from 0 to 1? End with a line such as SCORE: 0.5"
+    )
+    score_pattern: str = r"SCORE: *(-?[0-9.]+)"  # regular expression; its last match is the reward
+    max_new_tokens: int = 1024  # most tokens that the judge writes
+    api_key_env: str | None = None  # environment variable with the key, if one is needed
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"rl.judge.url={self.url!r} must begin with http:// or https://")
+        try:
+            self.asked(prompt="", completion="", answer="")
+            groups = re.compile(self.score_pattern).groups
+        except (KeyError, IndexError, ValueError, re.error) as error:
+            raise ConfigError(
+                f"rl.judge.question has the fields prompt, completion and answer (other braces are "
+                f"doubled), and score_pattern is a regular expression: {error!r}"
+            ) from error
+        if groups != 1:
+            raise ConfigError(
+                f"rl.judge.score_pattern={self.score_pattern!r} has {groups} groups; put the "
+                "number alone in parentheses"
+            )
+
+    def asked(self, *, prompt: str, completion: str, answer: str) -> str:
+        """Returns the question about a completion."""
+        return self.question.format(prompt=prompt, completion=completion, answer=answer)
+
+
+@record
 class RlConfig:
     """Reinforcement learning from a reward function.
 
@@ -114,11 +161,16 @@ class RlConfig:
     """
 
     prompts: str  # file, directory or glob of rows with "prompt": a text, or a list of messages
-    # exact_match, pattern, unit_tests, or your own function by name (jaxinfra.part).
+    # exact_match, pattern, math_equal, unit_tests, judge, or your own function by name
+    # (jaxinfra.part).
     reward: str
+    judge: JudgeConfig | None = None  # settings of reward=judge
     algorithm: Algorithm = Algorithm.GRPO  # advantages, ratio, clip range and mean of the loss
     group_size: int = 8  # completions per prompt
     max_new_tokens: int = 256  # most tokens per completion
+    # Most completions per prompt. Over 1, the reward gets all turns so far, and may return a reply
+    # in place of a number: the model reads it, and writes again.
+    max_turns: int = 1
     steps_per_rollout: int = 1  # optimizer steps on the completions of one state of the weights
     clip_low: float | None = None  # the ratio is clipped at 1 - clip_low; None: the algorithm's
     clip_high: float | None = None  # and at 1 + clip_high; None: the algorithm's
@@ -134,6 +186,9 @@ class RlConfig:
     reward_workers: int = 2  # processes that compute rewards
     reward_timeout_s: float = 10.0  # longest time of one reward
     reward_memory_gib: float = 4.0  # address space of a process that computes rewards
+    heldout_prompts: str | None = None  # rows to measure rewards on, which are not trained on
+    heldout_every: int = 100  # rollouts between measurements
+    heldout_samples: int = 1  # completions of each of these prompts
     max_running: int | None = None  # most completions sampled at once; None: the engine's default
     memory_fraction: float = 0.5  # share of the device's free memory for the engine's pages
 
@@ -143,6 +198,7 @@ class RlConfig:
                 f"unknown rl.algorithm={self.algorithm!r}{nearest(self.algorithm, _RECIPES)}"
             )
         least = {"group_size": 1, "max_new_tokens": 1, "steps_per_rollout": 1, "reward_workers": 1}
+        least |= {"max_turns": 1, "heldout_every": 1, "heldout_samples": 1}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"rl.{name}={getattr(self, name)} must be at least {bound}")
@@ -168,6 +224,12 @@ class RlConfig:
             raise ConfigError(
                 f"rl.clip_low={self.clip_low} must be at most 1: ratios are not negative"
             )
+
+        if (self.reward == "judge") != (self.judge is not None):
+            raise ConfigError(
+                f"rl.reward={self.reward!r} with rl.judge={self.judge}: reward=judge and settings "
+                "of a judge go together"
+            )
         self._check_group()
 
     def _check_group(self) -> None:
@@ -183,6 +245,11 @@ class RlConfig:
                 f"rl.overlong_tokens={self.overlong_tokens} with overlong={self.overlong}: a ramp "
                 f"of 1 to max_new_tokens={self.max_new_tokens} tokens goes with overlong=penalty, "
                 "and only with it"
+            )
+        if is_penalty and self.max_turns > 1:
+            raise ConfigError(
+                f"rl.max_turns={self.max_turns} with overlong=penalty, which is of one completion; "
+                "take overlong=mask, or give less in the reward"
             )
 
     @property

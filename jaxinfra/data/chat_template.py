@@ -84,6 +84,7 @@ class _Process:
         return answer if answer.endswith(b"\n") else None
 
 
+_ANSWER = "(the answer of the model, 40b9d1)"  # a text that no conversation has
 _PROCESS = _Process()
 atexit.register(_PROCESS.close)
 
@@ -191,6 +192,35 @@ class ChatTemplate:
             marked = rendered(guarded)
             text = marked if marked.replace(GUARD, "") == text else text
         return tokenizer.encode_rendered([text])[0].tolist()
+
+    def encode_replies(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        replies: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Returns the tokens between the text of the model's answer and that of its next one.
+
+        They begin with the end of its message, as the template writes it.
+
+        Args:
+            messages: the conversation before the answer.
+            replies: messages after it, such as results of tools.
+
+        Raises:
+            DataError: the template refuses these messages, or leaves the answer out.
+        """
+        answer = {"role": "assistant", "content": _ANSWER}
+        guarded = [_guarded(tokenizer, each) for each in replies]
+        _, found, after = self.render([*messages, answer, *guarded], tools=tools).partition(_ANSWER)
+        if not found:
+            raise DataError(
+                "the chat template leaves out an answer that other messages follow; take prompts "
+                "that are texts, or another template"
+            )
+        return tokenizer.encode_rendered([after])[0].tolist()
 
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None

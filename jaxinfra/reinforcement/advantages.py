@@ -98,7 +98,9 @@ def token_shares(
         case Mean.SEQUENCE:
             shares_R = tokens / (rows * lengths_R)
         case Mean.CONSTANT:
-            shares_R = np.full(lengths_R.shape, tokens / (rows * config.max_new_tokens))
+            shares_R = np.full(
+                lengths_R.shape, tokens / (rows * config.max_new_tokens * config.max_turns)
+            )
         case Mean.SUM:
             shares_R = np.full(lengths_R.shape, tokens / rows)
     return np.where(counts_R, shares_R, 0.0)

@@ -23,11 +23,35 @@ class Prompt:
     ids: tuple[int, ...]
     text: str  # for messages, the content of the last one
     row: Mapping[str, Any]
+    template: ChatTemplate | None = None  # if the prompt is a list of messages
+
+    def reply_ids(
+        self, reply: str | Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+    ) -> list[int]:
+        """Returns the tokens of a reply to a completion, up to where the next one begins.
+
+        Args:
+            reply: a text, which is a user's message if the prompt is a list of messages; or
+                messages.
+
+        Raises:
+            DataError: messages follow a prompt that is a text, or the template refuses them.
+        """
+        if self.template is None:
+            if not isinstance(reply, str):
+                raise DataError("messages follow a prompt that is a text; reply with a text")
+            return tokenizer.encode(reply).tolist()
+        replies = [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
+        messages, tools = self.row["prompt"], self.row.get("tools")
+        return self.template.encode_replies(tokenizer, messages, replies, tools=tools)
 
 
-def read_prompts(config: RunConfig, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
-    """Reads all prompts of ``rl.prompts``. A text is encoded as the beginning of a document;
-    messages are rendered with the start model's chat template.
+def read_prompts(place: str, config: RunConfig, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
+    """Reads prompts. A text is encoded as the beginning of a document; messages are rendered with
+    the start model's chat template, with the row's ``tools``.
+
+    Args:
+        place: file, directory or glob, such as ``rl.prompts``.
 
     Raises:
         DataError: a row has no prompt, or a prompt with ``max_new_tokens`` exceeds
@@ -35,19 +59,19 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
     """
     assert config.rl is not None
     room = config.training.sequence_length + 1 - config.rl.max_new_tokens
-    source, found, template = scan(config.rl.prompts), [], None
+    source, found, template = scan(place), [], None
     begin = tokenizer.prefix_ids or (tokenizer.bos_id,)
     for name in source.names:
         for document in read_documents(source.root / name, name=name, text_field=None):
             where = document.name
             row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
             require_type(row, dict[str, Any], where=where, error=DataError)
-            prompt = row.get("prompt")
+            prompt, chat = row.get("prompt"), None
             if isinstance(prompt, str):
                 ids, text = [*begin, *tokenizer.encode(prompt).tolist()], prompt
             elif prompt and is_of_type(prompt, list[dict[str, Any]]):
-                template = template or _template(config, where)
-                ids = template.encode(tokenizer, prompt)
+                template = chat = template or _template(config, where)
+                ids = chat.encode(tokenizer, prompt, tools=row.get("tools"))
                 text = str(prompt[-1].get("content", ""))
             else:
                 raise DataError(
@@ -60,9 +84,9 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
                     f"{config.training.sequence_length} leaves {room} beside rl.max_new_tokens="
                     f"{config.rl.max_new_tokens}; raise the first, or leave the prompt out"
                 )
-            found.append(Prompt(ids=tuple(ids), text=text, row=row))
+            found.append(Prompt(ids=tuple(ids), text=text, row=row, template=chat))
     if not found:
-        raise DataError(f"rl.prompts={config.rl.prompts!r} has no rows")
+        raise DataError(f"prompts {place!r} have no rows")
     return tuple(found)
 
 

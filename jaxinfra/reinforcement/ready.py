@@ -3,23 +3,37 @@
 Worker processes run them. This module imports no JAX, so these start quickly.
 """
 
+import functools
+import importlib
+import json
+import os
 import re
 import secrets
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jaxinfra.config.parts import find_part
-from jaxinfra.errors import DataError
+from jaxinfra.config.rl import JudgeConfig, RlConfig
+from jaxinfra.errors import ConfigError, DataError
 
 
 class Reward(Protocol):
     """A function that gives the reward of one completion."""
 
-    def __call__(self, completion: str, *, prompt: str, row: Mapping[str, Any]) -> float:
-        """Returns a finite number: more for a better completion."""
+    def __call__(
+        self, completion: Any, *, prompt: str, row: Mapping[str, Any]
+    ) -> float | str | list[dict[str, Any]]:
+        """Returns a finite number: more for a better completion.
+
+        With ``rl.max_turns`` over 1, ``completion`` is the list of all texts so far: completions,
+        and the replies between them. A text, or a list of messages, is then the next reply.
+        """
         ...
 
 
@@ -72,6 +86,79 @@ def unit_tests(completion: str, *, prompt: str, row: Mapping[str, Any]) -> float
     return float(ended.returncode == 0 and ended.stdout.strip().endswith(passed.encode()))
 
 
+def math_equal(completion: str, *, prompt: str, row: Mapping[str, Any]) -> float:
+    """1 if the completion's last mathematical expression equals the row's ``answer``, else 0.
+
+    Both may be LaTeX, also in ``\\boxed``, or plain text; ``math-verify`` parses and compares them,
+    so 1/2, 0.5 and ``\\frac{1}{2}`` are equal. An answer without an expression raises DataError.
+    """
+    del prompt
+    library = _math_verify()
+    # Its own limits of time need signals; the pool's limit holds here.
+    options = {"parsing_timeout": None}
+    answer = str(_of(row, "answer"))
+    expected = library.parse(f"${answer}$", **options) or library.parse(answer, **options)
+    if not expected:
+        raise DataError(f"answer={answer!r:.60} of the prompt's row is no mathematical expression")
+    found = library.parse(completion, **options)
+    return float(library.verify(expected, found, timeout_seconds=None))
+
+
+def _math_verify() -> Any:
+    try:
+        return importlib.import_module("math_verify")
+    except ImportError as error:
+        raise ConfigError(
+            "rl.reward=math_equal needs the package math-verify: pip install 'jaxinfra[rl]'"
+        ) from error
+
+
+_TRIES = 4
+_BUSY = (408, 429, 500, 502, 503, 504)  # what a server says that may answer later
+
+
+def judge(completion: str, *, prompt: str, row: Mapping[str, Any], config: JudgeConfig) -> float:
+    """The score that a judge model gives the completion (``rl.judge``).
+
+    A server that is busy is asked again. An answer without a score raises DataError, so that the
+    completion has no reward.
+    """
+    asked = config.asked(prompt=prompt, completion=completion, answer=str(row.get("answer", "")))
+    body = {
+        "model": config.model,
+        "messages": [{"role": "user", "content": asked}],
+        "temperature": 0.0,
+        "max_tokens": config.max_new_tokens,
+    }
+    headers = {"Content-Type": "application/json"}
+    if config.api_key_env is not None:
+        if config.api_key_env not in os.environ:
+            raise ConfigError(f"rl.judge.api_key_env={config.api_key_env} is not set; export it")
+        headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
+    request = urllib.request.Request(
+        config.url.rstrip("/") + "/chat/completions", json.dumps(body).encode(), headers
+    )
+    said = str(_sent(request)["choices"][0]["message"]["content"])
+    scores = re.findall(config.score_pattern, said)
+    if not scores:
+        raise DataError(
+            f"the judge gave no score that matches {config.score_pattern!r}: {said!r:.200}"
+        )
+    return float(scores[-1])
+
+
+def _sent(request: urllib.request.Request) -> Any:
+    for number in range(_TRIES):
+        try:
+            with urllib.request.urlopen(request) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code not in _BUSY or number + 1 == _TRIES:
+                raise
+        time.sleep(0.5 * 2**number)
+    raise AssertionError("the last try returns or raises")
+
+
 def _of(row: Mapping[str, Any], field: str) -> Any:
     if field not in row:
         raise DataError(f"the prompt's row has no {field!r}; it has {', '.join(row)}")
@@ -81,10 +168,15 @@ def _of(row: Mapping[str, Any], field: str) -> Any:
 READY: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "pattern": pattern,
+    "math_equal": math_equal,
     "unit_tests": unit_tests,
 }
 
 
-def find_reward(name: str) -> Callable[..., Any]:
+def find_reward(config: RlConfig) -> Callable[..., Any]:
     """Returns a ready reward, or the user's own by its name (``jaxinfra.part``)."""
-    return READY[name] if name in READY else find_part(name)
+    if config.judge is not None:
+        return functools.partial(judge, config=config.judge)
+    if config.reward == "math_equal":
+        _math_verify()  # it takes seconds to import, which no completion should wait for
+    return READY[config.reward] if config.reward in READY else find_part(config.reward)

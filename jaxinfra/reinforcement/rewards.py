@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
 
+from jaxinfra.config import codec
 from jaxinfra.config.rl import RlConfig
 from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.files import is_of_type
 
 _START_S = 300.0  # the longest that the modules of a reward may take to be imported
 
@@ -29,13 +31,15 @@ class Failure(enum.StrEnum):
     TIMED_OUT = "timed_out"
     NOT_FINITE = "not_finite"
     DIED = "died"  # the process ended, as for want of memory
+    UNFINISHED = "unfinished"  # a reply in place of a reward, and no turn or room is left
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """The reward of a completion, or why it has none."""
+    """The reward of a completion, or why it has none: a failure, or a reply that it follows."""
 
     reward: float | None
+    reply: str | list[dict[str, Any]] | None = None
     failure: Failure | None = None
     text: str = ""  # of an exception
 
@@ -64,9 +68,11 @@ class RewardPool:
             raise
 
     def submit(
-        self, completion: str, *, prompt: str, row: Mapping[str, Any]
+        self, completion: str | Sequence[str], *, prompt: str, row: Mapping[str, Any]
     ) -> concurrent.futures.Future[Scored]:
-        """Starts to compute the reward of a completion; never raises for what the function does."""
+        """Starts to compute the reward of a completion, or of an episode's texts so far; never
+        raises for what the function does.
+        """
         request = {"completion": completion, "prompt": prompt, "row": row}
         return self._threads.submit(lambda: self._worker().ask(request))
 
@@ -102,10 +108,9 @@ class _Worker:
         """Returns the running process; raises ConfigError if it does not find the reward."""
         if self._process is not None:
             return self._process
-        memory = int(self._config.reward_memory_gib * 2**30)
-        module = "jaxinfra.reinforcement.worker"
+        module, config = "jaxinfra.reinforcement.worker", codec.to_dict(self._config)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, self._config.reward, str(memory)],
+            [sys.executable, "-m", module, json.dumps(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
@@ -141,9 +146,17 @@ class _Worker:
             return Scored(reward=None, failure=Failure.TIMED_OUT if late else Failure.DIED)
         if "raised" in said:
             return Scored(reward=None, failure=Failure.RAISED, text=said["raised"])
+        if "reply" in said:
+            return self._replied(said["reply"])
         if not math.isfinite(said["reward"]):
             return Scored(reward=None, failure=Failure.NOT_FINITE)
         return Scored(reward=said["reward"])
+
+    def _replied(self, reply: Any) -> Scored:
+        if self._config.max_turns > 1 and is_of_type(reply, str | list[dict[str, Any]]):
+            return Scored(reward=None, reply=reply)
+        why = f"{reply!r:.60} in place of a number; replies need rl.max_turns over 1"
+        return Scored(reward=None, failure=Failure.RAISED, text=why)
 
     def _answer(self, limit_s: float) -> dict[str, Any] | None:
         """The next line; None if the process ends or the time is over before."""

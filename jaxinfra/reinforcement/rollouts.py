@@ -5,7 +5,6 @@ prompt, T position.
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import json
 import time
@@ -30,14 +29,15 @@ from jaxinfra.reinforcement.advantages import (
     overlong_penalty,
     token_shares,
 )
-from jaxinfra.reinforcement.prompts import Prompt, prompts_of, read_prompts
+from jaxinfra.reinforcement.prompts import prompts_of, read_prompts
 from jaxinfra.reinforcement.reference import Reference
-from jaxinfra.reinforcement.rewards import Failure, RewardPool, Scored
-from jaxinfra.reinforcement.sampler import Completion, Sampler, rollout_seed
+from jaxinfra.reinforcement.rewards import Failure
+from jaxinfra.reinforcement.turns import Player, Trajectory
 from jaxinfra.training.job import Job
 from jaxinfra.training.own_data import OwnTexts, PolicyBatches, PolicyData, configured_tokenizer
 from jaxinfra.training.state import State
 
+_HELD_OUT = 2**31  # in place of a rollout's number, for the draws of held-out prompts
 _REMEMBERED = 4  # last steps, which a report of a bad step reads again
 
 
@@ -122,11 +122,14 @@ class RolloutBatches(PolicyBatches):
         self._state: State | None = None
         self.step = 0
         self._num_rows = config.training.batch_size * config.rl.steps_per_rollout
-        self._prompts = read_prompts(config, tokenizer)
-        self._sampler = Sampler(config, tokenizer, num_rows=self._num_rows)
-        self._pool = RewardPool(config.rl)
-        self._reference = Reference.of(job)
+        self._prompts = read_prompts(config.rl.prompts, config, tokenizer)
+        held = config.rl.heldout_prompts
+        self._heldout = () if held is None else read_prompts(held, config, tokenizer)
         self._is_closed = False
+        self._player = Player(
+            config, tokenizer, num_rows=self._num_rows, is_over=lambda: self._is_closed
+        )
+        self._reference = Reference.of(job)
         self._said: set[str] = set()
         self._rollouts: collections.OrderedDict[int, _Sampled] = collections.OrderedDict()
 
@@ -184,52 +187,54 @@ class RolloutBatches(PolicyBatches):
     @override
     def close(self) -> None:
         self._is_closed = True
-        self._pool.close()
+        self._player.close()
 
     def _sample(self, number: int) -> _Sampled:
         """Makes the rollout of a number with the weights that the trainer has now."""
         rl, state = self._rl, self._state
         assert state is not None, "follow comes before each batch"
-        seed, began = self._config.training.seed, time.perf_counter()
+        seed = self._config.training.seed
         groups = self._num_rows // rl.group_size
         asked = prompts_of(self._prompts, first=number * groups, count=groups, seed=seed)
         prompts = [each for each in asked for _ in range(rl.group_size)]
-        scoring: list[concurrent.futures.Future[Scored]] = [concurrent.futures.Future()] * len(
-            prompts
-        )
-        done: list[Completion] = [None] * len(prompts)  # pyrefly: ignore
-        self._sampler.renew(self._job.model.frozen, state.tree)
-        draws = rollout_seed(seed, number)
-        for each in self._sampler.sample(prompts, seed=draws, is_over=lambda: self._is_closed):
-            prompt, done[each.place] = prompts[each.place], each
-            scoring[each.place] = self._pool.submit(each.text, prompt=prompt.text, row=prompt.row)
-        if self._is_closed:
-            raise DataError("the run has ended")
-        sampled_s = time.perf_counter() - began
-        scored = [each.result() for each in scoring]
-        rewarded_s = time.perf_counter() - began - sampled_s
-        self._report(scored)
-        found = self._arrays(prompts, done, scored, state)
-        tokens = sum(len(each.ids) for each in done)
-        record = found.record | {
-            "rl/rollout_s": sampled_s,
-            "rl/reward_s": rewarded_s,  # beyond sampling, which rewards are computed beside
-            "rl/score_s": time.perf_counter() - began - sampled_s - rewarded_s,
-            "rl/rollout_tokens_per_s": tokens / sampled_s,
+        measured = self._measure(number, state)
+        self._player.renew(self._job.model.frozen, state.tree)
+        began = time.perf_counter()
+        played = self._player.play(prompts, seed=seed, number=number)
+        played_s, waited_s = time.perf_counter() - began, self._player.waited_s
+        self._report(played)
+        found = self._arrays(played, state)
+        tokens = sum(each.num_sampled for each in played)
+        record = found.record | measured
+        record |= {
+            "rl/rollout_s": played_s - waited_s,
+            "rl/reward_s": waited_s,  # beyond sampling, which rewards are computed beside
+            "rl/score_s": time.perf_counter() - began - played_s,
+            "rl/rollout_tokens_per_s": tokens / (played_s - waited_s),
         }
-        self._keep_samples(number, prompts, done, scored)
+        self._keep_samples(number, played)
         return dataclasses.replace(found, record=record)
 
-    def _arrays(
-        self,
-        prompts: Sequence[Prompt],
-        done: Sequence[Completion],
-        scored: Sequence[Scored],
-        state: State,
-    ) -> _Sampled:
+    def _measure(self, number: int, state: State) -> dict[str, float]:
+        """Figures of held-out prompts, if it is their turn; their draws are always equal."""
+        rl = self._rl
+        if not self._heldout or number % rl.heldout_every:
+            return {}
+        prompts = [each for each in self._heldout for _ in range(rl.heldout_samples)]
+        self._player.renew(self._job.model.frozen, state.tree)
+        played = self._player.play(prompts, seed=self._config.training.seed, number=_HELD_OUT)
+        given_R, is_valid_R = _rewards(played)
+        record = {"rl/heldout_failed": float((~is_valid_R).sum())}
+        if is_valid_R.any():
+            best_P = np.where(is_valid_R, given_R, -np.inf).reshape(-1, rl.heldout_samples).max(1)
+            record["rl/heldout_reward"] = float(given_R[is_valid_R].mean())
+            record["rl/heldout_best"] = float(best_P[np.isfinite(best_P)].mean())
+        return record
+
+    def _arrays(self, played: Sequence[Trajectory], state: State) -> _Sampled:
         """The rollout as arrays, with the probabilities that the trainer and the reference give."""
         rl = self._rl
-        batch, engine_RT = _rows(prompts, done, length=self._config.training.sequence_length)
+        batch, engine_RT = _rows(played, length=self._config.training.sequence_length)
         # The trainer's own probabilities are the old policy's, and their ratio to the engine's
         # corrects what rounding makes different in the two. An engine whose numerics are exact
         # would return these numbers itself: this pass and the ratio go when there is one.
@@ -237,10 +242,9 @@ class RolloutBatches(PolicyBatches):
         counted_RT = batch.weights > 0.0
         difference_RT = np.where(counted_RT, old_RT - engine_RT, 0.0)
         importance_RT = np.minimum(np.exp(difference_RT), rl.importance_cap).astype(np.float32)
-        lengths_R = np.array([len(each.ids) for each in done])
-        is_cut_R = np.array([each.is_cut for each in done])
-        is_valid_R = np.array([each.reward is not None for each in scored])
-        given_R = np.array([each.reward or 0.0 for each in scored])
+        lengths_R = np.array([each.num_sampled for each in played])
+        is_cut_R = np.array([each.is_cut for each in played])
+        given_R, is_valid_R = _rewards(played)
         rewards_R = given_R + overlong_penalty(lengths_R, rl)
         by_group = (-1, rl.group_size)
         groups = rewards_R.reshape(by_group), is_valid_R.reshape(by_group)
@@ -251,7 +255,7 @@ class RolloutBatches(PolicyBatches):
             counts_R &= ~np.repeat(equal_P, rl.group_size)
         if rl.overlong is Overlong.MASK:
             counts_R &= ~is_cut_R
-        record = _record(rl, given_R, rewards_R, is_valid_R, lengths_R, is_cut_R, scored)
+        record = _record(rl, played, rewards_R)
         ratios = np.exp(difference_RT[counted_RT])
         record |= {
             "rl/zero_variance": float(equal_P.mean()),
@@ -287,50 +291,49 @@ class RolloutBatches(PolicyBatches):
     def _old(self, part: Batch[np.ndarray], state: State) -> np.ndarray:
         return np.asarray(self._job.target_value_step(state.tree, self._job.put(part)))
 
-    def _report(self, scored: Sequence[Scored]) -> None:
+    def _report(self, played: Sequence[Trajectory]) -> None:
         """Prints each kind of failure once per session; metrics.jsonl counts all of them."""
-        for each in scored:
-            if each.failure is not None and each.failure not in self._said:
-                self._said.add(each.failure)
-                self._say(
-                    f"WARNING: a reward {each.failure.replace('_', ' ')}"
-                    f"{': ' if each.text else ''}{each.text}; its completion does not count "
-                    "(rl/failed in metrics.jsonl)"
-                )
+        for each in (found.scored for found in played):
+            if each is None or each.failure is None or each.failure in self._said:
+                continue
+            self._said.add(each.failure)
+            self._say(
+                f"WARNING: a reward {each.failure.replace('_', ' ')}"
+                f"{': ' if each.text else ''}{each.text}; its completion does not count "
+                "(rl/failed in metrics.jsonl)"
+            )
 
-    def _keep_samples(
-        self,
-        number: int,
-        prompts: Sequence[Prompt],
-        done: Sequence[Completion],
-        scored: Sequence[Scored],
-    ) -> None:
+    def _keep_samples(self, number: int, played: Sequence[Trajectory]) -> None:
         """Writes the first group of a rollout to ``samples/``, as often as steps are printed."""
         step = number * self._rl.steps_per_rollout + 1
         if (step - 1) % self._config.training.log_every:
             return
+        several = self._rl.max_turns > 1
         rows = [
-            {"step": step, "prompt": prompts[n].text, "completion": done[n].text}
-            | {"reward": scored[n].reward, "tokens": len(done[n].ids), "is_cut": done[n].is_cut}
-            for n in range(self._rl.group_size)
+            {"step": step, "prompt": each.prompt.text}
+            | ({"turns": each.texts} if several else {"completion": each.texts[-1]})
+            | {"reward": None if each.scored is None else each.scored.reward}
+            | {"tokens": each.num_sampled, "is_cut": each.is_cut}
+            for each in played[: self._rl.group_size]
         ]
         self._run.samples.mkdir(exist_ok=True)
         file = self._run.samples / f"step-{step:08d}.jsonl"
         write_atomically(file, "".join(json.dumps(each) + "\n" for each in rows))
 
 
-def _rows(
-    prompts: Sequence[Prompt], done: Sequence[Completion], *, length: int
-) -> tuple[Batch[np.ndarray], np.ndarray]:
-    """Rows of a prompt and its completion each, and the engine's log probabilities of targets."""
-    ids_RT = np.zeros((len(done), length + 1), np.int32)
-    weights_RT = np.zeros((len(done), length), np.float32)
-    engine_RT = np.zeros((len(done), length), np.float32)
-    for row, (prompt, each) in enumerate(zip(prompts, done, strict=True)):
-        start, end = len(prompt.ids), len(prompt.ids) + len(each.ids)
-        ids_RT[row, :end] = [*prompt.ids, *each.ids]
-        weights_RT[row, start - 1 : end - 1] = 1.0
-        engine_RT[row, start - 1 : end - 1] = each.log_probabilities
+def _rows(played: Sequence[Trajectory], *, length: int) -> tuple[Batch[np.ndarray], np.ndarray]:
+    """Rows of a prompt and what follows it, and the engine's log probabilities of targets. Targets
+    that the model has not sampled do not count.
+    """
+    ids_RT = np.zeros((len(played), length + 1), np.int32)
+    weights_RT = np.zeros((len(played), length), np.float32)
+    engine_RT = np.zeros((len(played), length), np.float32)
+    for row, each in enumerate(played):
+        ids = each.context
+        ids_RT[row, : len(ids)] = ids
+        new = slice(len(each.prompt.ids) - 1, len(ids) - 1)
+        weights_RT[row, new] = each.is_sampled
+        engine_RT[row, new] = each.log_probabilities
     batch = Batch(
         tokens=ids_RT[:, :-1],
         targets=ids_RT[:, 1:],
@@ -341,23 +344,30 @@ def _rows(
     return batch, engine_RT
 
 
-def _record(
-    rl: RlConfig,
-    given_R: np.ndarray,
-    rewards_R: np.ndarray,
-    is_valid_R: np.ndarray,
-    lengths_R: np.ndarray,
-    is_cut_R: np.ndarray,
-    scored: Sequence[Scored],
-) -> dict[str, float]:
-    """Figures of rewards and lengths for the record of a rollout's first step."""
+def _rewards(played: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards of trajectories, and which of them have one; both of shape [R]."""
+    found = [None if each.scored is None else each.scored.reward for each in played]
+    given_R = np.array([0.0 if reward is None else reward for reward in found])
+    return given_R, np.array([reward is not None for reward in found])
+
+
+def _record(rl: RlConfig, played: Sequence[Trajectory], rewards_R: np.ndarray) -> dict[str, float]:
+    """Figures of rewards and lengths for the record of a rollout's first step.
+
+    Args:
+        rewards_R: rewards with the penalty of long completions.
+    """
+    given_R, is_valid_R = _rewards(played)
     record: dict[str, float] = {
-        "rl/length": float(lengths_R.mean()),
-        "rl/cut": float(is_cut_R.mean()),
+        "rl/length": float(np.mean([each.num_sampled for each in played])),
+        "rl/cut": float(np.mean([each.is_cut for each in played])),
         "rl/failed": int((~is_valid_R).sum()),
     }
+    if rl.max_turns > 1:
+        record["rl/turns"] = float(np.mean([(len(each.texts) + 1) // 2 for each in played]))
     for failure in Failure:
-        if count := sum(each.failure is failure for each in scored):
+        count = sum(each.scored is not None and each.scored.failure is failure for each in played)
+        if count:
             record[f"rl/failed/{failure}"] = count
     if is_valid_R.any():
         record["rl/reward"] = float(given_R[is_valid_R].mean())

@@ -1,7 +1,7 @@
 """Samples completions of prompts with the weights that a run has at a step."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
 import jax
@@ -13,7 +13,6 @@ from jaxinfra.errors import CheckpointError
 from jaxinfra.model.definition import Parameters, define_model, merged
 from jaxinfra.numerics.policy import POLICIES, as_kept, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.reinforcement.prompts import Prompt
 from jaxinfra.serving.engine.engine import NOT_FINITE, Engine
 from jaxinfra.serving.engine.options import options_on
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
@@ -87,16 +86,16 @@ class Sampler:
             self._engine.renew(model)
 
     def sample(
-        self, prompts: Sequence[Prompt], *, seed: int, is_over: Callable[[], bool]
+        self, contexts: Mapping[int, Sequence[int]], *, seed: int, is_over: Callable[[], bool]
     ) -> Iterator[Completion]:
-        """Yields the completions of prompts as they end, each sampled at temperature 1.
+        """Yields completions as they end, each sampled at temperature 1.
 
         The order of requests depends on the arguments alone, so after ``renew`` equal arguments
         give equal completions, to the bit.
 
         Args:
-            prompts: one for each completion.
-            seed: of this rollout.
+            contexts: token ids that a completion follows, by its place in the rollout.
+            seed: of the draws; each place has its own.
             is_over: asked before each step; sampling ends if it returns True.
 
         Raises:
@@ -105,9 +104,9 @@ class Sampler:
         engine, sampling = self._engine, SamplingConfig(temperature=1.0, logprobs=0)
         assert engine is not None, "renew comes first"
         growing: dict[int, _Growing] = {}
-        for place, prompt in enumerate(prompts):
+        for place, ids in contexts.items():
             request = GenerationRequest(
-                prompt_ids=prompt.ids,
+                prompt_ids=tuple(ids),
                 max_new_tokens=self._rl.max_new_tokens,
                 sampling=sampling,
                 seed=seed,
@@ -120,8 +119,7 @@ class Sampler:
                 each = growing[progress.request]
                 each.add(progress)
                 if progress.end is EndReason.ERROR:
-                    text = prompts[each.place].text
-                    raise CheckpointError(f"a rollout of {text!r:.60}: {NOT_FINITE}")
+                    raise CheckpointError(f"completion {each.place} of a rollout: {NOT_FINITE}")
                 if progress.end is not None:
                     yield each.ended(progress.end)
 
@@ -151,6 +149,6 @@ class _Growing:
         )
 
 
-def rollout_seed(seed: int, rollout: int) -> int:
-    """Returns the seed of a rollout's draws: a function of the run's seed and its number."""
-    return int(np.random.SeedSequence([seed, rollout]).generate_state(1)[0])
+def draw_seed(seed: int, rollout: int, turn: int) -> int:
+    """Returns the seed of a turn's draws: a function of the run's seed and the two numbers."""
+    return int(np.random.SeedSequence([seed, rollout, turn]).generate_state(1)[0])

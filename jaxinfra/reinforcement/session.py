@@ -54,6 +54,7 @@ def rl(
         ... )
         >>> config = jaxinfra.start_from("runs/mine", rl=learn)
         >>> sizes = ["training.steps=1", "training.batch_size=4", "training.sequence_length=32"]
+        >>> sizes.append("optimizer.warmup_steps=0")
         >>> outcome = jaxinfra.rl(jaxinfra.override(config, sizes), "runs/learned")
         7,152 parameters, fp32 on cpu (one device); 1 steps of 4 x 32 tokens
         ...

@@ -69,6 +69,9 @@ def describe_texts(texts: Texts, config: RunConfig) -> str:
     """Describes what a run trains on and evaluates on."""
     if not isinstance(texts, OwnTexts):
         return _describe_corpora(texts, config)
+    if (rl := config.rl) is not None:
+        held = rl.heldout_prompts or "nothing"
+        return f"prompts: {rl.prompts}; {rl.algorithm} with reward {rl.reward}; held out: {held}"
     trained = "data=" if config.data.source == OWN_SOURCE else config.data.source
     held = ", ".join(texts.heldout)
     return f"training on {trained}; held out: {f'validation= ({held})' if held else 'nothing'}"

@@ -44,6 +44,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(bench, start, lora):
 
     def new(name: str) -> list[object]:
         settings = [f"--set={path}={value}" for path, value in sizes.items()]
+        settings += [f"--set=rl.heldout_prompts={bench / 'p.jsonl'}", "--set=rl.heldout_every=3"]
         where = ["--init", start, "--run", bench / name, "--cache", bench.cache]
         learn = ["--prompts", bench / "p.jsonl", "--reward", "own_rewards:by_length"]
         return ["rl", *where, *learn, *lora, *settings]
@@ -61,6 +62,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(bench, start, lora):
     assert records[0]["rl/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert records[0]["rl/engine_difference"] < 1e-4
     assert records[2]["rl/ratio"] != 1.0
+    assert [each["step"] for each in records if "rl/heldout_reward" in each] == [1, 10, 19]
     failed = [each["rl/failed"] for each in records if "rl/failed" in each]
     assert sum(failed) > 0
     assert sum(each.get("rl/failed/raised", 0) for each in records) == sum(failed)

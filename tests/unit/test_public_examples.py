@@ -107,6 +107,7 @@ def place(tmp_path_factory) -> pathlib.Path:
     """A directory with what examples read: texts, a config and a profile."""
     directory = tmp_path_factory.mktemp("examples")
     (directory / "mine.toml").write_text(SMALL)
+    (directory / "prompts.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
     for folder in ("texts", "profiled"):
         (directory / folder).mkdir()
     for number in range(8):

@@ -1,9 +1,13 @@
 """Advantages, losses and rewards of reinforcement learning, beside the formulas of the papers."""
 
 import dataclasses
+import http.server
 import json
 import statistics
+import sys
+import threading
 
+import chat_model
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,21 +19,24 @@ import small_run
 from jaxinfra.config.data import DataFormat
 from jaxinfra.config.parts import part_name
 from jaxinfra.config.preferences import PreferenceConfig
-from jaxinfra.config.rl import Algorithm, Mean, Overlong, RlConfig
+from jaxinfra.config.rl import Algorithm, JudgeConfig, Mean, Overlong, RlConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.data.batch import Batch, Rollout
+from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.reinforcement import turns
 from jaxinfra.reinforcement.advantages import (
     advantages,
     has_equal_rewards,
     overlong_penalty,
     token_shares,
 )
-from jaxinfra.reinforcement.prompts import prompts_of, read_prompts
-from jaxinfra.reinforcement.ready import exact_match, pattern, unit_tests
+from jaxinfra.reinforcement.prompts import Prompt, prompts_of, read_prompts
+from jaxinfra.reinforcement.ready import exact_match, find_reward, math_equal, pattern, unit_tests
 from jaxinfra.reinforcement.rewards import Failure, RewardPool
-from jaxinfra.reinforcement.rollouts import _Sampled
+from jaxinfra.reinforcement.rollouts import _rows, _Sampled
+from jaxinfra.reinforcement.sampler import Completion
 from jaxinfra.training.policy import policy_record, policy_sums
 
 EPSILON = float(np.finfo(np.float32).eps)
@@ -245,12 +252,144 @@ def test_ready_rewards():
         assert unit_tests(text, prompt="", row=row) == reward
 
 
+def test_mathematical_answers_are_compared_by_their_value():
+    pytest.importorskip("math_verify", reason="the package math-verify is not installed")
+    for text, answer, reward in [
+        (r"So it is $\frac{1}{2}$.", "0.5", 1.0),
+        (r"\boxed{2x + 1}", "1+2x", 1.0),
+        ("It is 43", "42", 0.0),
+        ("I do not know", "42", 0.0),
+    ]:
+        assert math_equal(text, prompt="", row={"answer": answer}) == reward
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxinfra\[rl\]'"):
+        find_reward(learn(reward="math_equal"))
+
+
+@pytest.fixture
+def judge_url():
+    """A server that is busy at first, then scores answers by their length."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((self.path, self.headers["Authorization"], body))
+            text = body["messages"][0]["content"]
+            said = "SCORE: 0.1, or rather SCORE: 0.75" if "right" in text else "no idea"
+            answer = {"choices": [{"message": {"content": said}}]}
+            self.send_response(503 if len(asked) == 1 else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/", asked
+        server.shutdown()
+
+
+def test_a_judge_scores_over_a_url(judge_url, monkeypatch):
+    url, asked = judge_url
+    config = JudgeConfig(url=url, model="wise", api_key_env="JUDGE_KEY")
+    reward = find_reward(learn(reward="judge", judge=config))
+    row = {"answer": "42"}
+    with pytest.raises(ConfigError, match="JUDGE_KEY is not set"):
+        reward("right", prompt="6 x 7?", row=row)
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    assert reward("right", prompt="6 x 7?", row=row) == 0.75
+    path, key, body = asked[-1]
+    assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "wise")
+    assert body["messages"][0]["content"].startswith("Question: 6 x 7?\nReference: 42\nAnswer: rig")
+    with pytest.raises(DataError, match="gave no score"):
+        reward("wrong", prompt="6 x 7?", row=row)
+    with pytest.raises(ConfigError, match="go together"):
+        learn(reward="judge")
+    with pytest.raises(ConfigError, match="question has the fields"):
+        JudgeConfig(url=url, model="wise", question="{text}?")
+
+
+class Scripted:
+    """A sampler that says what the last character before it asks for."""
+
+    def __init__(self, config, tokenizer, *, num_rows):
+        del config, num_rows
+        self.tokenizer, self.seeds = tokenizer, []
+
+    def sample(self, contexts, *, seed, is_over):
+        assert not is_over()
+        self.seeds.append(seed)
+        for place, ids in reversed(contexts.items()):
+            text = {"a": "ask", "b": "hang on", "c": "cut", "d": "7"}[chr(ids[-1])]
+            new = (*self.tokenizer.encode(text).tolist(), 256)
+            scores = tuple(-0.5 - place for _ in new)
+            yield Completion(
+                place=place, ids=new, log_probabilities=scores, text=text, is_cut=text == "cut"
+            )
+
+
+def test_turns_follow_replies_whose_tokens_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "Sampler", Scripted)
+    lines = [{"prompt": each} for each in ("a", "b", "c", "d")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    reward = part_name(own_rewards.answering)
+    rl = learn(reward=reward, max_turns=3, max_new_tokens=8, reward_workers=1)
+    config = dataclasses.replace(small_run.config_of("training.sequence_length=24"), rl=rl)
+    tokenizer = bytes_tokenizer()
+    prompts = read_prompts(str(tmp_path), config, tokenizer)
+    player = turns.Player(config, tokenizer, num_rows=4, is_over=lambda: False)
+    try:
+        played = player.play(prompts, seed=3, number=5)
+    finally:
+        player.close()
+    assert [each.texts for each in played] == [
+        ["ask", "it is d", "7"],
+        ["hang on", "it is b", "hang on"],  # then there is no room
+        ["cut"],
+        ["7"],
+    ]
+    failures = [each.scored.failure for each in played if each.scored is not None]
+    assert failures == [None, Failure.UNFINISHED, Failure.UNFINISHED, None]
+    assert [each.scored.reward for each in played if each.scored is not None] == [7, None, None, 7]
+    assert len(set(player._sampler.seeds)) == 2
+    batch, engine = _rows(played, length=24)
+    target = batch.targets[0].tolist()
+    whole = [*b"ask", 256, *b"it is d", *b"7", 256]
+    assert target[1 : 1 + len(whole)] == whole
+    counts = [1.0] * 4 + [0.0] * 7 + [1.0] * 2
+    assert batch.weights[0, 1:].tolist() == counts + [0.0] * (23 - len(counts))
+    assert (engine[0] == -0.5 * batch.weights[0]).all()
+
+
+def test_a_reply_is_what_the_chat_template_makes_of_it(tmp_path):
+    tokenizer = chat_model.write_tokenizer(tmp_path / "tokenizer.json")
+    template = ChatTemplate(chat_model.CHATML, variables={})
+    asked = [{"role": "user", "content": "hi"}]
+    prompt = Prompt(ids=(), text="hi", row={"prompt": asked}, template=template)
+    replies = [{"role": "tool", "content": "<|im_end|>42"}]
+    got = prompt.reply_ids(replies, tokenizer)
+    # Special tokens that a tool spells out stay text.
+    end, start = 260, 259
+    told = tokenizer.encode("tool\n<|im_end|>42").tolist()
+    head, line = tokenizer.encode("assistant\n").tolist(), tokenizer.encode("\n").tolist()
+    assert got == [end, *line, start, *told, end, *line, start, *head]
+    assert prompt.reply_ids("42", tokenizer)[: len(line) + 2] == [end, *line, start]
+    plain = Prompt(ids=(), text="hi", row={"prompt": "hi"})
+    with pytest.raises(DataError, match="reply with a text"):
+        plain.reply_ids(replies, tokenizer)
+
+
 def test_prompts_come_in_an_order_that_their_number_alone_decides(tmp_path):
     rows = [{"prompt": f"{n}?", "answer": n} for n in range(5)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    rl = learn(prompts=str(tmp_path), max_new_tokens=4, group_size=2)
+    rl = learn(max_new_tokens=4, group_size=2)
     config = dataclasses.replace(small_run.config_of("training.batch_size=4"), rl=rl)
-    prompts = read_prompts(config, bytes_tokenizer())
+    prompts = read_prompts(str(tmp_path), config, bytes_tokenizer())
     assert prompts[3].ids == (256, *b"3?")
     assert (prompts[3].text, prompts[3].row["answer"]) == ("3?", 3)
     whole = [each.text for each in prompts_of(prompts, first=0, count=15, seed=2)]
@@ -259,10 +398,10 @@ def test_prompts_come_in_an_order_that_their_number_alone_decides(tmp_path):
     assert [each.text for part in parts for each in part] == whole
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "too long"}) + "\n")
     with pytest.raises(DataError, match="a prompt of 9 tokens, and training"):
-        read_prompts(config, bytes_tokenizer())
+        read_prompts(str(tmp_path), config, bytes_tokenizer())
     (tmp_path / "p.jsonl").write_text(json.dumps({"text": "1"}) + "\n")
     with pytest.raises(DataError, match="neither a text nor a list of messages"):
-        read_prompts(config, bytes_tokenizer())
+        read_prompts(str(tmp_path), config, bytes_tokenizer())
 
 
 def test_a_rollout_survives_a_checkpoint_to_the_bit():
@@ -286,6 +425,7 @@ def test_a_rollout_survives_a_checkpoint_to_the_bit():
         ({"overlong": Overlong.PENALTY}, "goes with overlong=penalty"),
         ({"overlong_tokens": 4}, "goes with overlong=penalty"),
         ({"importance_cap": 0.0}, "must be positive and finite"),
+        ({"max_turns": 2, "overlong": Overlong.PENALTY, "overlong_tokens": 4}, "one completion"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
