@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from jaxinfra.config.preferences import PreferenceConfig as PreferenceConfig
     from jaxinfra.config.preferences import PreferenceLoss as PreferenceLoss
     from jaxinfra.config.recurrent import GatedDeltaConfig as GatedDeltaConfig
+    from jaxinfra.config.recurrent import NoMixer as NoMixer
+    from jaxinfra.config.recurrent import ShortConvolutionConfig as ShortConvolutionConfig
     from jaxinfra.config.recurrent import StateSpaceConfig as StateSpaceConfig
     from jaxinfra.config.rl import Algorithm as Algorithm
     from jaxinfra.config.rl import JudgeConfig as JudgeConfig
@@ -151,6 +153,8 @@ _PUBLIC = {
     ),
     "jaxinfra.config.recurrent": (
         "GatedDeltaConfig",
+        "NoMixer",
+        "ShortConvolutionConfig",
         "StateSpaceConfig",
     ),
     "jaxinfra.config.rl": (

@@ -8,7 +8,12 @@ from jaxinfra.config.kinds import Branches, Head, MlpKind, NormKind, NormPlaceme
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.record import record
-from jaxinfra.config.recurrent import GatedDeltaConfig, StateSpaceConfig
+from jaxinfra.config.recurrent import (
+    GatedDeltaConfig,
+    NoMixer,
+    ShortConvolutionConfig,
+    StateSpaceConfig,
+)
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.errors import ConfigError, UnsupportedError
@@ -231,7 +236,13 @@ class LatentAttentionConfig:
 
 
 type MixerConfig = (
-    GroupedAttentionConfig | LatentAttentionConfig | GatedDeltaConfig | StateSpaceConfig | OwnMixer
+    GroupedAttentionConfig
+    | LatentAttentionConfig
+    | GatedDeltaConfig
+    | StateSpaceConfig
+    | ShortConvolutionConfig
+    | NoMixer
+    | OwnMixer
 )
 """Config of a layer that mixes the positions of a sequence."""
 
@@ -275,6 +286,8 @@ class ExpertsConfig:
     routing: RoutingConfig = RoutingConfig()  # how experts are chosen
     balance: BalanceConfig = BalanceConfig()  # losses and biases that balance experts' loads
     shared_hidden_dim: int = 0  # hidden width of all shared experts together; 0: none
+    # Width that routed experts read and write, projected from and to the model's: Nemotron 3.
+    latent_dim: int | None = None  # None: the model's own width
     shared_gate: bool = False  # Qwen2-MoE scales the shared expert by a learned gate
 
     def __post_init__(self) -> None:
@@ -283,6 +296,8 @@ class ExpertsConfig:
                 f"experts of hidden_dim={self.hidden_dim} and shared_hidden_dim="
                 f"{self.shared_hidden_dim}: the first must be at least 1, the second at least 0"
             )
+        if self.latent_dim is not None and self.latent_dim < 1:
+            raise ConfigError(f"latent_dim={self.latent_dim} must be at least 1, or none")
         if self.kind is MlpKind.XIELU:
             raise ConfigError(
                 "kind=xielu has learned numbers, which experts do not; choose another"
@@ -314,7 +329,7 @@ class BlockConfig:
         >>> block = jaxinfra.BlockConfig(mixer=mixer, feed_forward=feed_forward)
     """
 
-    mixer: MixerConfig  # mixes the positions of a sequence
+    mixer: MixerConfig  # mixes the positions of a sequence; NoMixer: only the feed-forward layer
     feed_forward: FeedForwardConfig | None  # acts on each position alone; None: only the mixer
     norm: NormConfig = NormConfig()  # norm of both layers
     norm_placement: NormPlacement = NormPlacement.PRE  # before each layer, after it, or both
@@ -323,16 +338,23 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         is_parallel = self.branches is not Branches.SEQUENTIAL
+        if self.num_layers == 0:
+            raise ConfigError("a block without mixer and feed-forward layer: give one of them")
         if is_parallel and (
-            self.norm_placement is not NormPlacement.PRE or self.feed_forward is None
+            self.norm_placement is not NormPlacement.PRE or self.num_layers < 2
         ):
             raise ConfigError(
                 f"branches={self.branches} with norm_placement={self.norm_placement} and "
-                f"feed_forward={'none' if self.feed_forward is None else 'given'}: layers side by "
-                "side are two, and normalized before (norm_placement=pre)"
+                f"{self.num_layers} of mixer and feed_forward: layers side by side are two, and "
+                "normalized before (norm_placement=pre)"
             )
         if self.residual_scale <= 0.0:
             raise ConfigError(f"residual_scale={self.residual_scale} must be positive")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers on residual branches: 1 where mixer or feed-forward layer is missing."""
+        return (not isinstance(self.mixer, NoMixer)) + (self.feed_forward is not None)
 
     @property
     def num_norms(self) -> int:
@@ -340,7 +362,7 @@ class BlockConfig:
         if self.branches is Branches.SHARED_NORM:
             return 1
         per_layer = 2 if self.norm_placement is NormPlacement.SANDWICH else 1
-        return per_layer * (1 if self.feed_forward is None else 2)
+        return per_layer * self.num_layers
 
 
 @record

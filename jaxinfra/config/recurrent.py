@@ -19,14 +19,56 @@ class OutputGate(enum.StrEnum):
 
 
 @record
-class RecurrentConfig:
-    """Fields and properties of all mixers that keep a state, a matrix per value head."""
+class WithoutScores:
+    """Properties of mixers that do not compare positions with each other."""
 
     window: ClassVar[None] = None
     scale: ClassVar[None] = None
     logit_soft_cap: ClassVar[None] = None
     rope: ClassVar[RopeConfig | None] = None
     rotated_dim: ClassVar[int] = 0
+
+
+@record
+class NoMixer(WithoutScores):
+    """The absence of a mixer: a layer that has only its feed-forward branch, as in Nemotron-H.
+
+    Examples:
+        >>> feed_forward = jaxinfra.MlpConfig(hidden_dim=512, kind="relu_squared")
+        >>> block = jaxinfra.BlockConfig(mixer=jaxinfra.NoMixer(), feed_forward=feed_forward)
+    """
+
+    num_q_heads: ClassVar[int] = 1
+    num_kv_heads: ClassVar[int] = 1
+    head_dim: ClassVar[int] = 0
+    score_width: ClassVar[int] = 0
+    value_width: ClassVar[int] = 0
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes by name that tensor parallelism divides: none."""
+        return {}
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The cache: nothing."""
+        return CacheSpec(arrays=())
+
+
+@record
+class RecurrentConfig(WithoutScores):
+    """Base class of mixers that keep a state of fixed size per sequence."""
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs per token of reading and writing the state; none by default."""
+        return 0.0
+
+
+@record
+class MatrixStateConfig(RecurrentConfig):
+    """Fields and properties of mixers whose state is a matrix per value head."""
+
     num_key_heads: int  # heads of queries and keys, which groups of value heads share
     num_value_heads: int  # heads of values and of the state; a multiple of num_key_heads
     key_dim: int  # width of a query and of a key
@@ -71,15 +113,7 @@ class RecurrentConfig:
             "key": (self.num_key_heads, self.key_dim),
             "value": (self.num_value_heads, self.value_dim),
         }
-        tails = (
-            StateArray(
-                name=name,
-                shape=(self.conv_width - 1, *shape),
-                dims=(None, axes.Q_HEADS, axes.HEAD),
-                is_sum=False,
-            )
-            for name, shape in heads.items()
-        )
+        tails = (_tail(name, self.conv_width, *shape) for name, shape in heads.items())
         matrix = StateArray(
             name="state",
             shape=(self.num_value_heads, self.key_dim, self.value_dim),
@@ -100,7 +134,7 @@ class RecurrentConfig:
 
 
 @record
-class GatedDeltaConfig(RecurrentConfig):
+class GatedDeltaConfig(MatrixStateConfig):
     """The gated delta rule (Yang et al. 2024, arXiv 2412.06464), also with a decay per channel.
 
     Examples:
@@ -117,7 +151,7 @@ class GatedDeltaConfig(RecurrentConfig):
     norm_epsilon: float = 1e-6  # of the norm of each head's output
 
     def __post_init__(self) -> None:
-        RecurrentConfig.__post_init__(self)
+        MatrixStateConfig.__post_init__(self)
         if self.rank is not None and self.rank < 1:
             raise ConfigError(f"rank={self.rank} must be at least 1, or none")
 
@@ -128,7 +162,7 @@ class GatedDeltaConfig(RecurrentConfig):
 
 
 @record
-class StateSpaceConfig(RecurrentConfig):
+class StateSpaceConfig(MatrixStateConfig):
     """A state space model with a scalar decay per head (Mamba 2, arXiv 2405.21060).
 
     Its C, B and x are called queries, keys and values.
@@ -147,7 +181,7 @@ class StateSpaceConfig(RecurrentConfig):
     step_limit: tuple[float, float] | None = None  # bounds of a token's step
 
     def __post_init__(self) -> None:
-        RecurrentConfig.__post_init__(self)
+        MatrixStateConfig.__post_init__(self)
         if self.norm_heads is not None and (
             self.norm_heads < 1 or self.num_value_heads % self.norm_heads
         ):
@@ -160,3 +194,67 @@ class StateSpaceConfig(RecurrentConfig):
     def token_flops(self) -> float:
         """FLOPs per token of reading the state at the query and of writing it."""
         return 4.0 * self.num_value_heads * self.key_dim * self.value_dim
+
+
+@record
+class ShortConvolutionConfig(RecurrentConfig):
+    """A short causal convolution of each channel between two gates: LFM2.
+
+    Examples:
+        >>> mixer = jaxinfra.ShortConvolutionConfig(num_heads=32, head_dim=64, conv_width=3)
+        >>> mixer.cache.state[0].shape
+        (2, 32, 64)
+    """
+
+    num_heads: int  # groups of channels, which tensor parallelism divides
+    head_dim: int  # channels of a group
+    conv_width: int = 3  # taps of the convolution
+    bias: bool = False  # biases of the projections and of the convolution
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim", "conv_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_within(num_q_heads=self.num_heads, head_dim=self.head_dim)
+
+    @property
+    def num_q_heads(self) -> int:
+        """Number of groups of channels."""
+        return self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of groups of channels."""
+        return self.num_heads
+
+    @property
+    def score_width(self) -> int:
+        """Width of a gate."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Number of channels."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes by name that tensor parallelism divides."""
+        return {"num_heads": self.num_heads}
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The state: the inputs that the convolution still reads."""
+        return CacheSpec(
+            arrays=(), state=(_tail("value", self.conv_width, self.num_heads, self.head_dim),)
+        )
+
+
+def _tail(name: str, conv_width: int, num_heads: int, width: int) -> StateArray:
+    """The inputs that a convolution of this width still reads."""
+    return StateArray(
+        name=name,
+        shape=(conv_width - 1, num_heads, width),
+        dims=(None, axes.Q_HEADS, axes.HEAD),
+        is_sum=False,
+    )

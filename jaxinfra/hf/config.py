@@ -10,17 +10,21 @@ from jaxinfra.config.routing import BalanceConfig
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.hf import (
     alibi,
+    bamba,
     cohere,
     deepseek,
     gemma,
     glm,
     gpt,
     granite,
+    kimi_linear,
     layer_norm_models,
+    lfm2,
     llama,
     llama4,
     llama_variants,
     mamba,
+    nemotron_h,
     olmo,
     qwen_next,
     sparse,
@@ -244,6 +248,33 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", qwen_next.read_qwen3_5, qwen_next.write_qwen3_5, qwen_next.QWEN3_5
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        qwen_next.read_qwen3_5_moe,
+        qwen_next.write_qwen3_5_moe,
+        qwen_next.QWEN3_5,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        granite.read_granitemoehybrid,
+        granite.write_granitemoehybrid,
+        granite.GRANITE_HYBRID,
+    ),
+    "bamba": Family("BambaForCausalLM", bamba.read_bamba, bamba.write_bamba, bamba.BAMBA),
+    "lfm2": Family("Lfm2ForCausalLM", lfm2.read_lfm2, lfm2.write_lfm2, lfm2.LFM2),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_lfm2_moe, lfm2.write_lfm2_moe, lfm2.LFM2),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        kimi_linear.read_kimi_linear,
+        kimi_linear.write_kimi_linear,
+        kimi_linear.KIMI_LINEAR,
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        nemotron_h.read_nemotron_h,
+        nemotron_h.write_nemotron_h,
+        nemotron_h.NEMOTRON_H,
     ),
     "mamba2": Family("Mamba2ForCausalLM", mamba.read_mamba2, mamba.write_mamba2, mamba.MAMBA2),
 }

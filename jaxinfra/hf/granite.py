@@ -1,13 +1,25 @@
-"""Configs of Granite 3, dense and with experts, both ways."""
+"""Configs of Granite 3, dense and with experts, and of Granite 4 with Mamba 2, both ways."""
 
 import dataclasses
 from typing import Any
 
-from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.model import ExpertsConfig, ModelConfig
+from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, inverse
+from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
+from jaxinfra.hf.shared import (
+    FULL,
+    LINEAR,
+    as_attending,
+    decoder_config,
+    decoder_keys,
+    dense_block,
+    inverse,
+    state_types,
+    with_mixers,
+)
 from jaxinfra.hf.sparse import LOSSES, experts_keys, layers_of, read_experts
-from jaxinfra.hf.weights import LLAMA, OUT, PRE_NORMS, QKV, Rule, rule
+from jaxinfra.hf.weights import ATTENDS, LLAMA, OUT, PRE_NORMS, QKV, Rule, rule
 
 
 def read_granite(keys: Keys) -> ModelConfig:
@@ -30,6 +42,26 @@ def read_granitemoeshared(keys: Keys) -> ModelConfig:
         width_key="intermediate_size",
         shared_hidden_dim=keys.integer("shared_intermediate_size", 0),
     )
+
+
+def read_granitemoehybrid(keys: Keys) -> ModelConfig:
+    """Reads Granite 4: Mamba 2 and attention, each with experts and a shared one, or dense."""
+    keys.ignore(*LOSSES)
+    wide = keys.integer("shared_intermediate_size")
+    keys.expect("position_embedding_type", (None, "nope", "rope"), "known are rope and nope")
+    is_rotated = keys.text("position_embedding_type", None) == "rope"
+    if not is_rotated:
+        keys.ignore("rope_parameters", "rope_theta", "rope_scaling")
+    model = _dense(keys, hidden_dim=wide, has_rope=is_rotated)
+    num_experts = keys.named("num_local_experts", "num_experts")
+    keys.ignore("intermediate_size", "num_experts_per_tok")
+    if num_experts > 0:
+        model = read_experts(
+            keys, model, width_key="intermediate_size", shared_hidden_dim=wide
+        )
+    mixer = read_hybrid_mixer(keys, width=keys.integer("mamba_expand", 2) * model.model_dim)
+    types = state_types(keys, [LINEAR] * model.num_layers)
+    return with_mixers(model, [mixer if each == LINEAR else None for each in types])
 
 
 def _dense(keys: Keys, **more: Any) -> ModelConfig:
@@ -72,6 +104,22 @@ def write_granitemoeshared(config: ModelConfig) -> dict[str, Any]:
     return write_granitemoe(config) | {"shared_intermediate_size": experts.shared_hidden_dim}
 
 
+def write_granitemoehybrid(config: ModelConfig) -> dict[str, Any]:
+    """Writes Granite 4; inverse of ``read_granitemoehybrid``."""
+    alike, mixer = as_attending(config, StateSpaceConfig)
+    attention = alike.blocks[0].mixer
+    if isinstance(alike.blocks[0].feed_forward, ExpertsConfig):
+        keys = write_granitemoeshared(alike)
+    else:
+        keys = write_granite(alike) | {"num_local_experts": 0}
+        keys["shared_intermediate_size"] = keys.pop("intermediate_size")
+    return keys | {
+        **hybrid_mixer_keys(mixer, config.model_dim),
+        "layer_types": [FULL if b.mixer == attention else LINEAR for b in config.layers],
+        "position_embedding_type": None if attention.rope is None else "rope",
+    }
+
+
 def _multipliers(config: ModelConfig) -> dict[str, Any]:
     block = config.blocks[0]
     scale = block.mixer.scale
@@ -83,24 +131,30 @@ def _multipliers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GRANITE_MOE = dataclasses.replace(
+_SHARED = "shared_mlp.input_linear.weight"
+_FEED_FORWARD = (
+    rule("block_sparse_moe.router.layer.weight", "mlp/router/weight", "E D -> D E"),
+    Rule(
+        name="block_sparse_moe.input_linear.weight",
+        parts=(("mlp/gate", "E F D -> E D F"), ("mlp/up", "E F D -> E D F")),
+        fused_dim=1,
+    ),
+    rule("block_sparse_moe.output_linear.weight", "mlp/down", "E D F -> E F D"),
+    Rule(
+        name=_SHARED,
+        parts=(("mlp/shared_gate/weight", "F D -> D F"), ("mlp/shared_up/weight", "F D -> D F")),
+    ),
+    rule("shared_mlp.output_linear.weight", "mlp/shared_down/weight", "D F -> F D"),
+)
+GRANITE_MOE = dataclasses.replace(LLAMA, layer=(*PRE_NORMS, *QKV, *OUT, *_FEED_FORWARD))
+GRANITE_HYBRID = dataclasses.replace(
     LLAMA,
     layer=(
-        *(*PRE_NORMS, *QKV, *OUT),
-        rule("block_sparse_moe.router.layer.weight", "mlp/router/weight", "E D -> D E"),
+        *(*PRE_NORMS, *ATTENDS, *state_space("mamba"), *_FEED_FORWARD),
+        # Without experts, the shared one is the whole layer.
         Rule(
-            name="block_sparse_moe.input_linear.weight",
-            parts=(("mlp/gate", "E F D -> E D F"), ("mlp/up", "E F D -> E D F")),
-            fused_dim=1,
+            name=_SHARED, parts=(("mlp/gate/weight", "F D -> D F"), ("mlp/up/weight", "F D -> D F"))
         ),
-        rule("block_sparse_moe.output_linear.weight", "mlp/down", "E D F -> E F D"),
-        Rule(
-            name="shared_mlp.input_linear.weight",
-            parts=(
-                ("mlp/shared_gate/weight", "F D -> D F"),
-                ("mlp/shared_up/weight", "F D -> D F"),
-            ),
-        ),
-        rule("shared_mlp.output_linear.weight", "mlp/shared_down/weight", "D F -> F D"),
+        rule("shared_mlp.output_linear.weight", "mlp/down/weight", "D F -> F D"),
     ),
 )

@@ -84,6 +84,10 @@ class Keys:
         found._read = self._read
         return found
 
+    def has(self, name: str) -> bool:
+        """Whether the config has this key, whatever its value."""
+        return name in self._values
+
     def integer(self, name: str, default: Any = REQUIRED) -> Any:
         """Reads a whole number, bounded if it sizes a list of layers; the default may be None."""
         value = self._typed(name, default, (int,))
@@ -119,7 +123,7 @@ class Keys:
 
     def flag(self, name: str, default: Any = REQUIRED) -> bool:
         """Reads true or false; null counts as missing unless the default is true."""
-        if default is True and self._values.get(name, True) is None:
+        if default is True and self._values.get(self._names.get(name, name), True) is None:
             raise ConfigError(
                 f"{self._what}: {name} is null, which some programs take for false and others for "
                 "not given, which is true; write true or false"

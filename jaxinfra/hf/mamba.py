@@ -11,8 +11,10 @@ from jaxinfra.config.model import BlockConfig, ModelConfig, NormConfig, stacked
 from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.weights import Rule, WeightTable, norm, rule
+from jaxinfra.hf.weights import Rule, WeightTable, beside, linear, norm, rule
 
+LARGEST_STEP = 3e38
+"""The upper bound of steps that have none: a finite number, which any JSON may hold."""
 _MAX_POSITIONS = 1 << 20  # states know no positions: as many as a request may have
 
 
@@ -64,7 +66,13 @@ def read_step_limit(keys: Keys) -> tuple[float, float] | None:
     if values is None:
         return None
     least, most = (float(x["__float__"] if isinstance(x, dict) else x) for x in values)
-    return None if least <= 0.0 and most == math.inf else (least, most)
+    return None if least <= 0.0 and most == math.inf else (least, min(most, LARGEST_STEP))
+
+
+def step_limit_key(mixer: StateSpaceConfig) -> tuple[float, float]:
+    """Writes the bounds of a token's step; inverse of ``read_step_limit``."""
+    least, most = mixer.step_limit or (0.0, math.inf)
+    return least, math.inf if most == LARGEST_STEP else most
 
 
 def write_mamba2(config: ModelConfig) -> dict[str, Any]:
@@ -87,9 +95,59 @@ def write_mamba2(config: ModelConfig) -> dict[str, Any]:
         "use_bias": mixer.bias,
         "hidden_act": "silu",
         "layer_norm_epsilon": mixer.norm_epsilon,
-        "time_step_limit": mixer.step_limit or (0.0, math.inf),
+        "time_step_limit": step_limit_key(mixer),
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
+    }
+
+
+def read_hybrid_mixer(keys: Keys, *, width: int, **fields: Any) -> StateSpaceConfig:
+    """Reads a Mamba 2 mixer by the names that it has beside attention: ``mamba_n_heads``.
+
+    Args:
+        width: width of all values.
+        fields: further fields of ``StateSpaceConfig``; ``norm_heads`` is by default those that
+            share a key head.
+    """
+    heads, groups = keys.integer("mamba_n_heads"), keys.integer("mamba_n_groups", 1)
+    if groups < 1 or heads % groups:
+        raise ConfigError(f"mamba_n_heads={heads} is not a multiple of mamba_n_groups={groups}")
+    head_dim = keys.either("mamba_d_head", int, str)
+    if head_dim in (None, "auto"):
+        head_dim = width // heads
+    if head_dim * heads != width:
+        raise ConfigError(
+            f"mamba_d_head={head_dim} of mamba_n_heads={heads} are not the {width} that values "
+            "have together"
+        )
+    keys.ignore("mamba_chunk_size")
+    plain = {"norm_heads": heads // groups, "norm_epsilon": keys.number("rms_norm_eps")}
+    return StateSpaceConfig(
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_dim=keys.integer("mamba_d_state"),
+        value_dim=head_dim,
+        conv_width=keys.integer("mamba_d_conv", 4),
+        conv_bias=keys.flag("mamba_conv_bias", True),
+        bias=keys.flag("mamba_proj_bias", False),
+        step_limit=read_step_limit(keys),
+        **plain | fields,
+    )
+
+
+def hybrid_mixer_keys(mixer: StateSpaceConfig, width: int) -> dict[str, Any]:
+    """Writes the keys that ``read_hybrid_mixer`` reads, for a model of this width."""
+    inner = mixer.value_width
+    return {
+        "mamba_n_heads": mixer.num_value_heads,
+        "mamba_n_groups": mixer.num_key_heads,
+        "mamba_d_state": mixer.key_dim,
+        "mamba_d_head": mixer.value_dim,
+        "mamba_expand": inner // width if inner % width == 0 else inner / width,
+        "mamba_d_conv": mixer.conv_width,
+        "mamba_conv_bias": mixer.conv_bias,
+        "mamba_proj_bias": mixer.bias,
+        "time_step_limit": step_limit_key(mixer),
     }
 
 
@@ -107,7 +165,7 @@ def state_space(theirs: str) -> tuple[Rule, ...]:
     each, key_each = "(M V) -> M V", "(N H) -> N H"
     biases = (("gate", each), ("value", each), ("key", key_each), ("query", key_each))
     conv_biases = (("value_conv", each), ("key_conv", key_each), ("query_conv", key_each))
-    return (
+    rules = (
         fused("in_proj", "weight", (*inward, ("step", "M D -> D M"))),
         fused("in_proj", "bias", (*biases, ("step", "M -> M"))),
         fused("conv1d", "weight", convs),
@@ -116,9 +174,9 @@ def state_space(theirs: str) -> tuple[Rule, ...]:
         rule(f"{theirs}.A_log", "attention/decay_log", "M -> M"),
         rule(f"{theirs}.D", "attention/skip", "M -> M"),
         rule(f"{theirs}.norm.weight", "attention/norm/scale", "(M V) -> M V"),
-        rule(f"{theirs}.out_proj.weight", "attention/out/weight", "D (M V) -> M V D"),
-        rule(f"{theirs}.out_proj.bias", "attention/out/bias", "D -> D"),
+        *linear(f"{theirs}.out_proj", "attention/out", "D (M V) -> M V D", "D -> D"),
     )
+    return beside("attention/step_bias", rules)
 
 
 MAMBA2 = WeightTable(

@@ -187,6 +187,8 @@ def _resolve(
     needed = paths if rule.beside is None else [*paths, path_prefix + rule.beside]
     if any(path not in shapes for path in needed):
         return []
+    if rule.without is not None and path_prefix + rule.without in shapes:
+        return []
     name = prefix + rule.name
     if "{}" not in rule.name:
         return [_tensor(rule, name, path_prefix, index, shapes)]

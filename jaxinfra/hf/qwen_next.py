@@ -8,11 +8,25 @@ from typing import Any
 
 from jaxinfra.config.model import ExpertsConfig, GroupedAttentionConfig, ModelConfig, NormConfig
 from jaxinfra.config.recurrent import GatedDeltaConfig
-from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import read_rope
-from jaxinfra.hf.shared import FULL, decoder_config, decoder_keys, in_stacks
-from jaxinfra.hf.sparse import qwen_keys, read_qwen_experts
+from jaxinfra.hf.shared import (
+    FULL,
+    LINEAR,
+    as_attending,
+    decoder_config,
+    decoder_keys,
+    state_types,
+    with_mixers,
+)
+from jaxinfra.hf.sparse import (
+    LOSSES,
+    experts_keys,
+    layers_of,
+    qwen_keys,
+    read_experts,
+    read_qwen_experts,
+)
 from jaxinfra.hf.weights import (
     DOWN,
     GATE_UP,
@@ -28,8 +42,6 @@ from jaxinfra.hf.weights import (
     experts,
     rule,
 )
-
-LINEAR = "linear_attention"
 
 
 def read_qwen3_next(keys: Keys) -> ModelConfig:
@@ -54,7 +66,22 @@ def read_qwen3_5(keys: Keys) -> ModelConfig:
     return _with_gated_delta(_attending(keys), keys)
 
 
-def _attending(keys: Keys) -> ModelConfig:
+def read_qwen3_5_moe(keys: Keys) -> ModelConfig:
+    """Reads the text part of Qwen3.5 with experts in every layer, one of them shared."""
+    keys.require("num_key_value_heads", "head_dim")
+    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
+    keys.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", *LOSSES)
+    keys.ignore("intermediate_size")  # no layer is dense
+    routed = read_experts(
+        keys,
+        _attending(keys, hidden_dim=keys.integer("moe_intermediate_size")),
+        shared_hidden_dim=keys.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return _with_gated_delta(routed, keys)
+
+
+def _attending(keys: Keys, **more: Any) -> ModelConfig:
     """Reads the model as if all of its layers attended, and had dense feed-forward layers."""
     bias, norm = keys.flag("attention_bias", False), _norm(keys)
     rope = read_rope(
@@ -73,6 +100,7 @@ def _attending(keys: Keys) -> ModelConfig:
         out_bias=bias,
         qk_norm=norm,
         out_gate=True,
+        **more,
     )
 
 
@@ -90,29 +118,10 @@ def _with_gated_delta(model: ModelConfig, keys: Keys) -> ModelConfig:
         conv_width=keys.integer("linear_conv_kernel_dim", 4),
         norm_epsilon=keys.number("rms_norm_eps"),
     )
-    blocks = [
-        dataclasses.replace(block, mixer=mixer) if each == LINEAR else block
-        for block, each in zip(model.layers, _types(keys), strict=True)
-    ]
-    return dataclasses.replace(model, stacks=in_stacks(blocks, num_layers=len(blocks)))
-
-
-def _types(keys: Keys) -> list[str]:
-    """Reads each layer's type: by name, or full attention at an interval."""
-    num_layers, every = (
-        keys.integer("num_hidden_layers"),
-        keys.integer("full_attention_interval", 4),
-    )
-    by_default = [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
-    types = list(keys.sequence("layer_types", by_default))
-    unknown = sorted({str(each) for each in types if each not in (LINEAR, FULL)})
-    if unknown:
-        raise ConfigError(
-            f"layer_types: {', '.join(unknown)} is not supported; known: {LINEAR}, {FULL}"
-        )
-    if len(types) != num_layers:
-        raise ConfigError(f"layer_types has {len(types)} entries for {num_layers} layers")
-    return types
+    every = keys.integer("full_attention_interval", 4)
+    by_default = [LINEAR if (i + 1) % every else FULL for i in range(model.num_layers)]
+    types = state_types(keys, by_default)
+    return with_mixers(model, [mixer if each == LINEAR else None for each in types])
 
 
 def write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
@@ -133,19 +142,30 @@ def write_qwen3_5(config: ModelConfig) -> dict[str, Any]:
     return {**decoder_keys(alike), **linear}
 
 
+def write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
+    """Writes the text part of Qwen3.5 with experts; inverse of ``read_qwen3_5_moe``."""
+    alike, linear = _as_attending(config)
+    _, experts, _ = layers_of(alike)
+    _, keys = experts_keys(alike)
+    del keys["intermediate_size"], keys["norm_topk_prob"]
+    return keys | {
+        **linear,
+        "moe_intermediate_size": experts.hidden_dim,
+        "shared_expert_intermediate_size": experts.shared_hidden_dim,
+    }
+
+
 def _as_attending(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     """Returns the model as if all of its layers attended, and the keys that say which do not."""
-    attention = [b.mixer for b in config.layers if isinstance(b.mixer, GroupedAttentionConfig)]
-    linear = [b.mixer for b in config.layers if isinstance(b.mixer, GatedDeltaConfig)]
-    if not attention or not linear:
-        raise ConfigError("a model without layers of attention, or without any with a state")
-    blocks = [dataclasses.replace(block, mixer=attention[0]) for block in config.layers]
-    mixer = linear[0]
-    return dataclasses.replace(config, stacks=in_stacks(blocks, num_layers=len(blocks))), {
-        "attention_bias": attention[0].out_bias,
-        "layer_types": [
-            LINEAR if isinstance(block.mixer, GatedDeltaConfig) else FULL for block in config.layers
-        ],
+    alike, mixer = as_attending(config, GatedDeltaConfig)
+    attention, is_linear = (
+        alike.blocks[0].mixer,
+        [isinstance(block.mixer, GatedDeltaConfig) for block in config.layers],
+    )
+    assert isinstance(attention, GroupedAttentionConfig), "as_attending"
+    return alike, {
+        "attention_bias": attention.out_bias,
+        "layer_types": [LINEAR if each else FULL for each in is_linear],
         "linear_num_key_heads": mixer.num_key_heads,
         "linear_num_value_heads": mixer.num_value_heads,
         "linear_key_head_dim": mixer.key_dim,

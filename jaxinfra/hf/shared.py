@@ -23,8 +23,9 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import REQUIRED, Keys
 from jaxinfra.hf.rope import read_rope, write_rope
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
+_OLDER = {"mamba": LINEAR, "attention": FULL}
 _GATED = {
     "silu": MlpKind.SWIGLU,
     "swish": MlpKind.SWIGLU,
@@ -32,7 +33,7 @@ _GATED = {
     "gelu_pytorch_tanh": MlpKind.GEGLU_TANH,
     "gelu_new": MlpKind.GEGLU_TANH,
 }
-_UNGATED = {
+UNGATED = {
     "gelu_new": MlpKind.GELU_TANH,
     "gelu_pytorch_tanh": MlpKind.GELU_TANH,
     "gelu_fast": MlpKind.GELU_TANH,
@@ -121,7 +122,7 @@ def decoder_config(
     mlp = MlpConfig(
         hidden_dim=hidden_dim or keys.integer("intermediate_size"),
         kind=activation
-        or keys.choice(activation_key, _GATED if gated else _UNGATED, activation_default),
+        or keys.choice(activation_key, _GATED if gated else UNGATED, activation_default),
         bias=mlp_bias,
     )
     each_layer = period([{"window": w} for w in windows] if layers is None else layers)
@@ -164,6 +165,53 @@ def in_stacks(blocks: Sequence[BlockConfig], *, num_layers: int) -> tuple[Stack,
             whole = Stack(pattern=tuple(blocks[:length]), repeats=repeats)
             return (whole, Stack(pattern=tuple(blocks[:rest]), repeats=1)) if rest else (whole,)
     return (Stack(pattern=tuple(blocks), repeats=1),)
+
+
+def with_mixers(config: ModelConfig, mixers: Sequence[MixerConfig | None]) -> ModelConfig:
+    """Returns the model with other mixers, one entry per layer; None keeps a layer's own."""
+    blocks = [
+        block if mixer is None else dataclasses.replace(block, mixer=mixer)
+        for block, mixer in zip(config.layers, mixers, strict=True)
+    ]
+    return dataclasses.replace(config, stacks=in_stacks(blocks, num_layers=len(blocks)))
+
+
+def as_attending[M](config: ModelConfig, kind: type[M]) -> tuple[ModelConfig, M]:
+    """Returns the model as if all of its layers attended, and its first mixer of another kind.
+
+    Raises:
+        ConfigError: a model without mixers of this kind.
+    """
+    others = [block.mixer for block in config.layers if isinstance(block.mixer, kind)]
+    if not others:
+        raise ConfigError(f"a model without a {kind.__name__}, which this architecture has")
+    attention = next(
+        (b.mixer for b in config.layers if isinstance(b.mixer, GroupedAttentionConfig)),
+        GroupedAttentionConfig(num_q_heads=1, num_kv_heads=1, head_dim=config.model_dim, rope=None),
+    )
+    return with_mixers(config, [attention] * config.num_layers), others[0]
+
+
+def state_types(
+    keys: Keys, default: Sequence[str], *, state: str = LINEAR, older: Mapping[str, str] = _OLDER
+) -> tuple[str, ...]:
+    """Reads which layers have a state and which attend: ``layer_types``, or ``layers_block_type``.
+
+    Args:
+        default: types where the config names none.
+        state: name of layers with a state.
+        older: names of releases before, and what they are called now.
+    """
+    named = keys.sequence("layers_block_type", default)
+    types = tuple(older.get(each, each) for each in keys.sequence("layer_types", named))
+    unknown = sorted({str(each) for each in types if each not in (state, FULL)})
+    if unknown:
+        raise ConfigError(
+            f"layer_types: {', '.join(unknown)} is not supported; known: {state}, {FULL}"
+        )
+    if len(types) != (num_layers := keys.integer("num_hidden_layers")):
+        raise ConfigError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    return types
 
 
 def decoder_keys(config: ModelConfig, *, mlp: MlpConfig | None = None) -> dict[str, Any]:

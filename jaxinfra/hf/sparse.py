@@ -66,7 +66,12 @@ def read_experts(
 
 
 def read_experts_after_dense(
-    keys: Keys, dense: ModelConfig, routing: RoutingConfig, *, dense_by_default: int
+    keys: Keys,
+    dense: ModelConfig,
+    routing: RoutingConfig,
+    *,
+    dense_by_default: int,
+    shared_by_default: int = 1,
 ) -> ModelConfig:
     """Returns the dense model with DeepSeek-V3's experts in all layers but the first ones."""
     width = keys.integer("moe_intermediate_size")
@@ -76,7 +81,7 @@ def read_experts_after_dense(
         hidden_dim=width,
         kind=mlp_kind(dense),
         routing=routing,
-        shared_hidden_dim=width * keys.integer("n_shared_experts", 1),
+        shared_hidden_dim=width * keys.integer("n_shared_experts", shared_by_default),
     )
     first = keys.integer("first_k_dense_replace", dense_by_default)
     return routed(dense, [experts if i >= first else None for i in range(dense.num_layers)])

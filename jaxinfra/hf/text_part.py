@@ -18,6 +18,8 @@ _TEXT_TYPES = {
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
+    "qwen3_5": None,
+    "qwen3_5_moe": None,
 }
 _OWN_TYPES = {
     "qwen2_vl_text": "qwen2",

@@ -20,6 +20,7 @@ class Rule:
     # group has rows of every part.
     groups: str | int | None = None
     beside: str | None = None  # another parameter that a layer with this tensor has
+    without: str | None = None  # a parameter that a layer with this tensor does not have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,11 @@ def rule(name: str, path: str, layout: str) -> Rule:
 def beside(path: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Returns rules that apply only to layers with this parameter."""
     return tuple(dataclasses.replace(each, beside=path) for each in rules)
+
+
+def without(path: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Returns rules that apply only to layers without this parameter."""
+    return tuple(dataclasses.replace(each, without=path) for each in rules)
 
 
 def linear(theirs: str, ours: str, layout: str, bias: str) -> tuple[Rule, Rule]:
@@ -89,6 +95,9 @@ OUTSIDE = (
     *norm("model.norm", "final_norm"),
     rule("lm_head.weight", "unembedding/table", "V D -> V D"),
 )
+
+ATTENDS = without("attention/value_conv/weight", (*QKV, *OUT))
+"""Grouped attention in models some of whose layers have a state."""
 
 LLAMA = WeightTable(
     layer_prefix="model.layers.{}.",
@@ -163,7 +172,7 @@ MIXTRAL = dataclasses.replace(
 QWEN_MOE = dataclasses.replace(
     LLAMA, layer=(*LLAMA.layer, *experts("mlp", *PROJECTIONS, shared="shared_expert"))
 )
-_LATENT = (
+LATENT = (
     *linear("self_attn.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
     *linear("self_attn.q_a_proj", "attention/query_down", "R D -> D R", "R -> R"),
     *norm("self_attn.q_a_layernorm", "attention/query_norm", "R -> R"),
@@ -172,10 +181,11 @@ _LATENT = (
     *norm("self_attn.kv_a_layernorm", "attention/kv_norm", "R -> R"),
     *linear("self_attn.kv_b_proj", "attention/kv_up", "(N H) R -> R N H", "(N H) -> N H"),
 )
+"""Latent attention but its output projection."""
 DEEPSEEK = dataclasses.replace(
     LLAMA,
     layer=(
-        *(*PRE_NORMS, *_LATENT, *OUT, *GATE_UP, *DOWN),
+        *(*PRE_NORMS, *LATENT, *OUT, *GATE_UP, *DOWN),
         *experts("mlp", *PROJECTIONS, shared="shared_experts"),
     ),
     extra_layers=True,

@@ -6,7 +6,7 @@ Dims: B batch, T position, D model width.
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,12 @@ from jaxinfra.config.model import (
     MlpConfig,
 )
 from jaxinfra.config.own import OwnLayer
-from jaxinfra.config.recurrent import GatedDeltaConfig, StateSpaceConfig
+from jaxinfra.config.recurrent import (
+    GatedDeltaConfig,
+    NoMixer,
+    ShortConvolutionConfig,
+    StateSpaceConfig,
+)
 from jaxinfra.model.dropout import dropout
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.experts import Experts
@@ -36,6 +41,7 @@ from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass, joined, site_sums
 from jaxinfra.model.projection import Projection
+from jaxinfra.model.short_convolution import ShortConvolution
 from jaxinfra.model.state_space import StateSpace
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import Deferred
@@ -48,6 +54,7 @@ LAYERS: dict[type, Callable[..., Any]] = {
     LatentAttentionConfig: LatentAttention,
     GatedDeltaConfig: GatedDelta,
     StateSpaceConfig: StateSpace,
+    ShortConvolutionConfig: ShortConvolution,
     MlpConfig: Mlp,
     ExpertsConfig: Experts,
 }
@@ -69,7 +76,7 @@ class _Branch:
 
 
 class Block(nnx.Module):
-    """Transformer block: x + mixer(norm(x)), then x + feed_forward(norm(x)).
+    """Transformer block: x + mixer(norm(x)), then x + feed_forward(norm(x)), or one of the two.
 
     The config says where norms are, whether the two layers follow one another or read the same
     input, and by what their outputs are multiplied. In parameter paths the two layers are always
@@ -107,14 +114,14 @@ class Block(nnx.Module):
             built = config.layer if isinstance(config, OwnLayer) else LAYERS[type(config)]
             return built(config, **sizes, execution=execution, rngs=rngs)
 
-        feeds = config.feed_forward is not None
-        self.attention_norm = build() if is_before else None
-        self.attention = layer(config.mixer)
+        mixes, feeds = not isinstance(config.mixer, NoMixer), config.feed_forward is not None
+        self.attention_norm = build() if is_before and mixes else None
+        self.attention = layer(config.mixer) if mixes else None
         self.mlp_norm = build() if is_before and feeds and not is_shared else None
         self.mlp = layer(config.feed_forward) if feeds else None
         self.attention_abilities = _abilities(config.mixer, self.attention)
         self.mlp_abilities = _abilities(config.feed_forward, self.mlp)
-        self.attention_post_norm = build() if is_behind else None
+        self.attention_post_norm = build() if is_behind and mixes else None
         self.mlp_post_norm = build() if is_behind and feeds else None
         labels = []
         for path, module in nnx.iter_modules(self):
@@ -129,36 +136,32 @@ class Block(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         if key is not None:
             self._drop_in_adapters(key)
-        attention = _Branch(
-            layer=self.attention,
-            abilities=self.attention_abilities,
-            norm=self.attention_norm,
-            post_norm=self.attention_post_norm,
-            given=dataclasses.replace(given, dropout_key=keys[0]),
-        )
-        if self.mlp is None:
-            with jax.named_scope("attention"):
-                mixed, x_BTD = self._added(x_BTD, attention)
-            return self._output(x_BTD, mixed, None)
-        mlp = _Branch(
-            layer=self.mlp,
-            abilities=self.mlp_abilities,
-            norm=self.mlp_norm,
-            post_norm=self.mlp_post_norm,
-            given=dataclasses.replace(given, dropout_key=keys[1]),
-        )
-        if self.config.branches is Branches.SEQUENTIAL:
-            with jax.named_scope("attention"):
-                mixed, x_BTD = self._added(x_BTD, attention)
-            with jax.named_scope("mlp"):
-                fed, x_BTD = self._added(x_BTD, mlp)
-        else:
-            mixed, fed, x_BTD = self._side_by_side(x_BTD, attention, mlp)
-        return self._output(x_BTD, mixed, fed)
+        branches = {}
+        if self.attention is not None:
+            branches["attention"] = _Branch(
+                layer=self.attention,
+                abilities=self.attention_abilities,
+                norm=self.attention_norm,
+                post_norm=self.attention_post_norm,
+                given=dataclasses.replace(given, dropout_key=keys[0]),
+            )
+        if self.mlp is not None:
+            branches["mlp"] = _Branch(
+                layer=self.mlp,
+                abilities=self.mlp_abilities,
+                norm=self.mlp_norm,
+                post_norm=self.mlp_post_norm,
+                given=dataclasses.replace(given, dropout_key=keys[1]),
+            )
+        if self.config.branches is not Branches.SEQUENTIAL:
+            return self._side_by_side(x_BTD, **branches)
+        outs: dict[str, LayerOutput] = {}
+        for name, branch in branches.items():
+            with jax.named_scope(name):
+                outs[name], x_BTD = self._added(x_BTD, branch)
+        return self._output(x_BTD, outs, given)
 
-    def _side_by_side(
-        self, x_BTD: jax.Array, attention: _Branch, mlp: _Branch
-    ) -> tuple[LayerOutput, LayerOutput, jax.Array]:
+    def _side_by_side(self, x_BTD: jax.Array, attention: _Branch, mlp: _Branch) -> LayerOutput:
         """Computes both layers of x, by one norm or by two, and the sum of x and their outputs."""
         assert attention.norm is not None, "BlockConfig"
         with jax.named_scope("attention"):
@@ -170,15 +173,18 @@ class Block(nnx.Module):
                 normed_BTD = mlp.norm(x_BTD)
             fed = mlp.layer(self._inward(normed_BTD, mlp.abilities), mlp.given)
             x_BTD = self._add(x_BTD, mixed.x, None, attention.given.dropout_key)
-            return mixed, fed, self._add(x_BTD, fed.x, None, mlp.given.dropout_key)
+            x_BTD = self._add(x_BTD, fed.x, None, mlp.given.dropout_key)
+        return self._output(x_BTD, {"attention": mixed, "mlp": fed}, attention.given)
 
-    def _output(self, x_BTD: jax.Array, mixed: LayerOutput, fed: LayerOutput | None) -> LayerOutput:
-        sums = mixed.sums if fed is None else joined(mixed.sums, fed.sums)
+    def _output(
+        self, x_BTD: jax.Array, outs: Mapping[str, LayerOutput], given: Pass
+    ) -> LayerOutput:
+        sums = functools.reduce(joined, (out.sums for out in outs.values()))
         if self.execution.statistics:
-            sites = {"attention": mixed.x, "stream": x_BTD}
-            sites |= {} if fed is None else {"mlp": fed.x}
+            sites = {"stream": x_BTD} | {name: out.x for name, out in outs.items()}
             sums = joined(sums, site_sums(sites, policy=self.execution.policy))
-        return LayerOutput(x=x_BTD, cache=mixed.cache, sums=sums)
+        cache = outs["attention"].cache if "attention" in outs else given.cache
+        return LayerOutput(x=x_BTD, cache=cache, sums=sums)
 
     def _drop_in_adapters(self, key: jax.Array) -> None:
         for path, module in nnx.iter_modules(self):

@@ -87,14 +87,20 @@ class Experts(nnx.Module):
             else None
         )
         inward, outward = (axes.EMBED, axes.MLP), (axes.MLP, axes.EMBED)
-        shape = (model_dim, config.hidden_dim)
+        width = config.latent_dim or model_dim
+        shape = (width, config.hidden_dim)
         gated = config.kind.gated
+        has_latent, sizes, dims = config.latent_dim is not None, (model_dim, width), (axes.EMBED, None)
+        down = functools.partial(build, "BTD,DR->BTR", shape=sizes, dims=dims, std=std, whole=True)
+        up = functools.partial(build, "BTR,RD->BTD", shape=sizes[::-1], dims=dims[::-1])
+        self.latent_down = down() if has_latent else None
+        self.latent_up = up(std=out_std) if has_latent else None
         self.gate = routed(shape, inward, std) if gated else None
         self.up = routed(shape, inward, std)
         self.down = routed(shape[::-1], outward, out_std)
         self.gate_bias = bias(config.hidden_dim, axes.MLP) if gated else None
         self.up_bias = bias(config.hidden_dim, axes.MLP)
-        self.down_bias = bias(model_dim, axes.EMBED)
+        self.down_bias = bias(width, axes.EMBED)
         self._add_shared(build, (model_dim, config.shared_hidden_dim), std=std, out_std=out_std)
 
     def _add_shared(
@@ -134,9 +140,10 @@ class Experts(nnx.Module):
                 choice, dropped = within_capacity(choice, config=self.config)
                 sums = joined(sums, Sums(added={"dropped": dropped}))
             expert_BTK = checkpoint_name(choice.expert_BTK, CHOICE_NAME)
-        routed_BTD, weight_BTK = x_BTD, choice.weight_BTK
+        routed_BTD = x_BTD if self.latent_down is None else self.latent_down(x_BTD)
+        weight_BTK = choice.weight_BTK
         if self.config.routing.scales_inputs:
-            routed_BTD = policy.to_compute(policy.to_accum(x_BTD) * weight_BTK)
+            routed_BTD = policy.to_compute(policy.to_accum(routed_BTD) * weight_BTK)
             weight_BTK = jnp.ones_like(weight_BTK)
         y_BTD, overflowed = self.execution.kernels.exchange(
             routed_BTD,
@@ -148,6 +155,8 @@ class Experts(nnx.Module):
         )
         if overflowed is not None:
             sums = joined(sums, Sums(added={"overflowed": overflowed}))
+        if self.latent_up is not None:
+            y_BTD = self.latent_up(policy.to_compute(y_BTD))
         if self.shared_up is not None:
             with jax.named_scope("shared"):
                 y_BTD = policy.to_accum(y_BTD) + self._shared(x_BTD)

@@ -71,7 +71,13 @@ class Inward:
         return Projection(spec, shape=shape, dims=dims, **given, **more)
 
     def convolution(
-        self, num_heads: int, width: int, num_taps: int, *, bias: bool = False
+        self,
+        num_heads: int,
+        width: int,
+        num_taps: int,
+        *,
+        bias: bool = False,
+        activates: bool = True,
     ) -> "Convolution":
         """Makes the convolution behind a projection onto vectors of heads."""
         return Convolution(
@@ -79,13 +85,14 @@ class Inward:
             width=width,
             num_taps=num_taps,
             bias=bias,
+            activates=activates,
             execution=self.execution,
             rngs=self.rngs,
         )
 
 
 class Convolution(nnx.Module):
-    """Short causal convolution of each channel, then SiLU."""
+    """Short causal convolution of each channel, then SiLU if ``activates``."""
 
     def __init__(
         self,
@@ -94,10 +101,11 @@ class Convolution(nnx.Module):
         width: int,
         num_taps: int,
         bias: bool,
+        activates: bool,
         execution: Execution,
         rngs: nnx.Rngs,
     ):
-        self.policy, self.place = execution.policy, execution.place
+        self.policy, self.place, self.activates = execution.policy, execution.place, activates
         param, dims = execution.policy.param, (axes.Q_HEADS, axes.HEAD)
         shape, bound = (num_heads, width), num_taps**-0.5
         self.weight = nnx.Param(
@@ -120,7 +128,8 @@ class Convolution(nnx.Module):
         )
         if self.bias is not None:
             y_BTNH += jnp.expand_dims(self.policy.to_accum(self.bias[...]), (0, 1))
-        return self.place(self.policy.to_compute(jax.nn.silu(y_BTNH)), HEADS)
+        y_BTNH = jax.nn.silu(y_BTNH) if self.activates else y_BTNH
+        return self.place(self.policy.to_compute(y_BTNH), HEADS)
 
 
 @jax.tree_util.register_dataclass
@@ -158,6 +167,24 @@ def recurred(
     return out, cache.write({_STATE: state, **_tails(before, inputs, count_B)})
 
 
+def convolved(
+    inputs: Mapping[str, Float[Array, "B T _ _"]], given: Pass
+) -> StateCache | None:
+    """Returns the cache of a mixer whose state is only what its convolutions still read.
+
+    Args:
+        inputs: what the convolutions read, by names in the cache.
+    """
+    cache = given.cache
+    if cache is None:
+        return None
+    assert isinstance(cache, StateCache), "CacheSpec"
+    if cache.is_tentative:
+        return cache.hold(inputs)
+    count_B = jnp.sum(given.positions_BT >= 0, axis=1)
+    return cache.write(_tails(cache.read(), inputs, count_B))
+
+
 def settled(cache: Sequence[Cache], count_B: Int[Array, "B"]) -> tuple[Cache, ...]:
     """Returns the cache after a tentative pass, of whose tokens each row keeps the first.
 
@@ -175,13 +202,15 @@ def _settled(cache: StateCache, count_B: jax.Array) -> StateCache:
     def settle(layer: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         at = in_layer(whole, arrays, layer)
         mine = {name: x[layer] for name, x in held.items()}
-        k, v, log_decay = (mine[name] for name in ("k", "v", "log_decay"))
-        operands = TokenOperands(q=k, k=k, v=v, log_decay=log_decay, beta=mine.get("beta"))
         before = at.read()
-        _, state = _attended(_counted(operands, count_B), before[_STATE], None)
-        return at.write({_STATE: state, **_tails(before, mine, count_B)}).arrays
+        after = _tails(before, mine, count_B)
+        if _STATE in before:
+            k, v, log_decay = (mine[name] for name in ("k", "v", "log_decay"))
+            operands = TokenOperands(q=k, k=k, v=v, log_decay=log_decay, beta=mine.get("beta"))
+            _, after[_STATE] = _attended(_counted(operands, count_B), before[_STATE], None)
+        return at.write(after).arrays
 
-    num_layers = len(kept[_STATE])
+    num_layers = len(next(iter(kept.values())))
     return dataclasses.replace(whole, arrays=jax.lax.fori_loop(0, num_layers, settle, kept))
 
 

@@ -12,7 +12,7 @@ from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from tests.generation import recomputed
-from tests.unit.test_recurrent_mixers import decoder
+from tests.unit.test_recurrent_mixers import MIXERS, decoder
 
 OPTIONS = EngineOptions(
     max_running=3,
@@ -56,7 +56,7 @@ def drawn(engine, sampling=GREEDY):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels", "state_space"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_requests_draw_what_they_draw_alone(name):
     """Requests share prefixes, and there are too few pages to run all of them at once."""
     serving = engine(name)
@@ -68,10 +68,9 @@ def test_requests_draw_what_they_draw_alone(name):
     assert serving.scheduler.snapshots.num_used >= used + 2
 
 
-@pytest.mark.slow_cases("delta_of_channels-warm", "state_space-greedy", "state_space-warm",
-                        "gated_delta-warm", "delta_of_channels-greedy")  # fmt: skip
+@pytest.mark.quick_cases("gated_delta-greedy")
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels", "state_space"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_rejected_drafts_leave_no_state(name, sampling):
     serving = engine(name, num_drafts=3)
     want = [alone(name, prompt, sampling) for prompt in PROMPTS]

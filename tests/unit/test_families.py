@@ -158,6 +158,14 @@ OLDER = {
     "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10_000},
     "stablelm": {"partial_rotary_factor": 0.25, "rope_theta": 10_000},
     "minimax_m2": {"rotary_dim": 4, "rope_theta": 5e6, "use_qk_norm": True},
+    "nemotron_h": {"layers_block_type": None, "hybrid_override_pattern": "MEM-*E"},
+    "granite_hybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "lfm2_odd": {"layer_types": None, "full_attn_idxs": [0, 2], "block_ff_dim": 48}
+    | {"tie_embedding": False, "tie_word_embeddings": True, "rope_theta": 500.0},
+    "kimi_linear": {"layer_types": None, "linear_head_dim": None, "linear_num_heads": None}
+    | {"linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 4]}
+       | {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}}
+    | {"mlp_layer_types": None, "first_k_dense_replace": 1},
 }
 
 
@@ -197,6 +205,16 @@ def test_older_keys_say_the_same(name):
         ("ernie4_5_moe", "use_bias", True, "implementations differ"),
         ("hunyuan_moe", "moe_topk", [1, 2], "alike"),
         ("ministral3", "attention_bias", True, "no such bias"),
+        ("granite_hybrid", "position_embedding_type", "alibi", "known are rope and nope"),
+        ("granite_hybrid", "mamba_d_head", 7, "have together"),
+        ("bamba", "mamba_n_groups", 3, "not a multiple"),
+        ("nemotron_h", "layers_block_type", ["rnn"], "rnn is not supported"),
+        ("nemotron_h", "hybrid_override_pattern", "M?", "no kind of layer"),
+        ("nemotron_h", "mlp_bias", True, "only dense layers"),
+        ("nemotron_h", "time_step_limit", [0.1, 0.2], "implementations differ"),
+        ("lfm2", "layer_types", ["conv"], "1 entries for 4"),
+        ("kimi_linear", "mlp_layer_types", ["sparse"], "each of 4"),
+        ("kimi_linear", "linear_attn_config", {"full_attn_layers": [1]}, "each of 4 layers once"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(name, key, value, said):

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 import jaxinfra
+from jaxinfra.config.kinds import Branches
 from jaxinfra.config.model import BlockConfig, MlpConfig, ModelConfig, Stack
-from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate, StateSpaceConfig
+from jaxinfra.config.recurrent import (
+    GatedDeltaConfig,
+    NoMixer,
+    OutputGate,
+    ShortConvolutionConfig,
+    StateSpaceConfig,
+)
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.cache import HELD, StateCache, recurrent_bytes
@@ -31,6 +38,7 @@ MIXERS = {
         conv_width=2,
     ),
     "state_space": StateSpaceConfig(**SIZES, norm_heads=2, bias=True, step_limit=(0.01, 0.5)),
+    "short_convolution": ShortConvolutionConfig(num_heads=2, head_dim=5, bias=True),
 }
 LENGTH = 40
 
@@ -74,7 +82,7 @@ def close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
 
 
-@pytest.mark.slow_cases("gated_delta", "delta_of_channels")
+@pytest.mark.slow_cases("gated_delta", "delta_of_channels", "short_convolution")
 @pytest.mark.parametrize("name", MIXERS)
 def test_parts_with_padding_give_what_whole_rows_give(name):
     """Rows of a batch are at other places, and one gives nothing in a pass."""
@@ -104,7 +112,7 @@ def test_documents_of_a_row_do_not_see_each_other(name):
         close(packed[:, start:stop], model(tokens[:, start:stop]))
 
 
-@pytest.mark.slow_cases("delta_of_channels", "state_space")
+@pytest.mark.slow_cases("delta_of_channels", "state_space", "short_convolution")
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_tentative_pass_keeps_the_tokens_that_count(name):
     model, tokens = decoder(name), ids(3, LENGTH)
@@ -126,10 +134,11 @@ def test_a_tentative_pass_keeps_the_tokens_that_count(name):
             assert not any(key.startswith(HELD) for key in each.arrays)
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
                          each.arrays, other.arrays)  # fmt: skip
-            assert not np.array_equal(before.arrays["state"], each.arrays["state"])
+            first = next(iter(each.arrays))
+            assert not np.array_equal(before.arrays[first], each.arrays[first])
 
 
-@pytest.mark.slow_cases("gated_delta", "state_space")
+@pytest.mark.slow_cases("gated_delta", "state_space", "short_convolution")
 @pytest.mark.parametrize("name", MIXERS)
 def test_gradients_reach_every_parameter(name):
     definition = define_model(config(name), execution_on())
@@ -172,3 +181,30 @@ def test_a_context_axis_is_refused():
 def test_sizes_that_do_not_fit_are_refused(kind, changes, match):
     with pytest.raises(ConfigError, match=match):
         kind(**({"norm_heads": 1} if kind is StateSpaceConfig else {}) | SIZES | changes)
+
+
+def test_a_convolution_and_a_block_have_something():
+    with pytest.raises(ConfigError, match="head_dim=0"):
+        ShortConvolutionConfig(num_heads=2, head_dim=0)
+    with pytest.raises(ConfigError, match="without mixer and feed-forward"):
+        BlockConfig(mixer=NoMixer(), feed_forward=None)
+    with pytest.raises(ConfigError, match="side by side are two"):
+        BlockConfig(mixer=NoMixer(), feed_forward=MlpConfig(hidden_dim=8), branches=Branches.PARALLEL)
+
+
+def test_a_block_of_one_branch_is_half_of_a_block():
+    """x + mixer(norm(x)) and then x + feed_forward(norm(x)), as two blocks or as one."""
+    dense = small_models.dense()
+    whole = dense.blocks[0]
+    pattern = (
+        dataclasses.replace(whole, feed_forward=None),
+        dataclasses.replace(whole, mixer=NoMixer()),
+    )
+    apart = dataclasses.replace(dense, stacks=(Stack(pattern=pattern, repeats=2),))
+    one, two = (define_model(each, execution_on()) for each in (dense, apart))
+    parameters = one.initialize(jax.random.key(0))
+    parts = {0: {}, 1: {}}
+    for name, value in parameters["blocks"][0].items():
+        parts[int(name.startswith("mlp"))][name] = value
+    split = parameters | {"blocks": parts}
+    np.testing.assert_array_equal(one.bind(parameters)(ids(2, 9)), two.bind(split)(ids(2, 9)))

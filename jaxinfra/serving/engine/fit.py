@@ -14,7 +14,7 @@ from jaxinfra.config.model import (
     MlpConfig,
     ModelConfig,
 )
-from jaxinfra.config.recurrent import RecurrentConfig
+from jaxinfra.config.recurrent import MatrixStateConfig, ShortConvolutionConfig
 from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.serving.engine.plan import SchedulerLimits
 
@@ -154,7 +154,9 @@ def _block_elements(config: ModelConfig, block: BlockConfig, tokens: int) -> int
         case LatentAttentionConfig() as mixer:
             head = 2 * mixer.nope_dim + mixer.rope_dim + mixer.value_dim + 2 * mixer.kv_rank
             width = mixer.num_q_heads * head + (mixer.query_rank or 0)
-        case RecurrentConfig() as mixer:  # in fp32, with what a chunk's positions are to each other
+        case ShortConvolutionConfig() as mixer:
+            width = 6 * mixer.value_width
+        case MatrixStateConfig() as mixer:  # in fp32, with what a chunk's positions are to each other
             keys = mixer.num_value_heads * mixer.key_dim
             width = 4 * (2 * keys + 2 * mixer.num_value_heads * mixer.value_dim)
         case _:

@@ -18,6 +18,7 @@ The weights are those of ``seeded_weights.py``.
 
 import json
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -31,6 +32,8 @@ from seeded_weights import digest, values
 
 HERE = pathlib.Path(__file__).parent
 LENGTH = 20
+# Names that ``save_pretrained`` writes otherwise than the models' makers do.
+PUBLISHED = {"kimi_linear": (r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj")}
 
 
 def seeded_model(settings: dict, directory: pathlib.Path) -> torch.nn.Module:
@@ -38,7 +41,8 @@ def seeded_model(settings: dict, directory: pathlib.Path) -> torch.nn.Module:
     config = transformers.AutoConfig.for_model(**settings)
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
     (file,) = directory.glob("*.safetensors")
-    shapes = shapes_of(file)
+    pattern, name = PUBLISHED.get(settings["model_type"], ("^$", ""))
+    shapes = {re.sub(pattern, name, each): shape for each, shape in shapes_of(file).items()}
     tensors = {name: values(name, shape) for name, shape in shapes.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     # Falcon's eager attention adds the slopes twice: to the mask, and to the scores.

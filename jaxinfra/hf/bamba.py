@@ -1,0 +1,61 @@
+"""Configs of Bamba, both ways: Mamba 2 layers and attention, each with a feed-forward layer."""
+
+import dataclasses
+from typing import Any
+
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.recurrent import StateSpaceConfig
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
+from jaxinfra.hf.shared import as_attending, decoder_config, decoder_keys, dense_block, with_mixers
+from jaxinfra.hf.weights import ATTENDS, LLAMA, OUTSIDE, linear, norm
+
+
+def read_bamba(keys: Keys) -> ModelConfig:
+    """Reads Bamba: Mamba 2 in all layers but those that are named."""
+    bias = keys.flag("attention_bias", False)
+    keys.ignore("num_logits_to_keep", "z_loss_coefficient")
+    model = decoder_config(
+        keys,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=keys.flag("mlp_bias", False),
+        partial_rotary=True,
+        default_fraction=0.5,
+    )
+    width = keys.integer("mamba_expand", 2) * model.model_dim
+    mixer = read_hybrid_mixer(keys, width=width)
+    attends = keys.sequence("attn_layer_indices", None) or ()
+    return with_mixers(model, [None if i in attends else mixer for i in range(model.num_layers)])
+
+
+def write_bamba(config: ModelConfig) -> dict[str, Any]:
+    """Writes Bamba; inverse of ``read_bamba``."""
+    alike, mixer = as_attending(config, StateSpaceConfig)
+    attention, mlp = dense_block(alike)
+    mixers = [block.mixer for block in config.layers]
+    fraction = 1.0 if attention.rope is None else attention.rope.fraction
+    return decoder_keys(alike) | {
+        **hybrid_mixer_keys(mixer, config.model_dim),
+        "attn_layer_indices": [i for i, each in enumerate(mixers) if each == attention],
+        "attention_bias": attention.out_bias,
+        "mlp_bias": mlp.bias,
+        "partial_rotary_factor": fraction,
+    }
+
+
+FEED_FORWARD = (
+    *linear("feed_forward.gate_proj", "mlp/gate", "F D -> D F", "F -> F"),
+    *linear("feed_forward.up_proj", "mlp/up", "F D -> D F", "F -> F"),
+    *linear("feed_forward.down_proj", "mlp/down", "D F -> F D", "D -> D"),
+)
+NORMS = (
+    *norm("input_layernorm", "attention_norm"),
+    *norm("pre_ff_layernorm", "mlp_norm"),
+)
+OUTER = (OUTSIDE[0], *norm("model.final_layernorm", "final_norm"), OUTSIDE[-1])
+BAMBA = dataclasses.replace(
+    LLAMA,
+    layer=(*NORMS, *ATTENDS, *state_space("mamba"), *FEED_FORWARD),
+    outside=OUTER,
+)

@@ -1,0 +1,210 @@
+"""Configs of Kimi Linear (arXiv 2510.26692), both ways: delta attention and latent attention.
+
+Letters of layouts beside those of ``tensor_layout.py``: M value heads, W taps of a convolution.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfra.config.model import (
+    BlockConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+)
+from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.shared import FULL, LINEAR, in_stacks, routes, state_types
+from jaxinfra.hf.sparse import read_sigmoid_routing
+from jaxinfra.hf.weights import DOWN, GATE_UP, LATENT, LLAMA, OUT, PRE_NORMS, beside, experts, rule
+
+_LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
+_NAMES = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+_DENSE, _SPARSE = "dense", "sparse"
+
+
+def read_kimi_linear(keys: Keys) -> ModelConfig:
+    """Reads Kimi Linear: delta attention with a decay per channel, latent attention unrotated."""
+    keys = keys.named_as(**{ours: theirs for ours, theirs in _NAMES.items() if keys.has(theirs)})
+    keys.expect("hidden_act", ("silu",), "convolutions and feed-forward layers have it")
+    keys.expect("moe_router_activation_func", ("sigmoid",), "scores are sigmoid here")
+    keys.expect("moe_layer_freq", (1,), "every layer after the dense ones routes")
+    keys.expect("use_grouped_topk", (True, None), "groups are as num_expert_group says")
+    keys.expect("mla_use_nope", (True, None), "latent attention is not rotated here")
+    keys.expect("attention_bias", (False,), "implementations differ in which layers have it")
+    keys.ignore("output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers")
+    keys.ignore("rope_theta", "rope_scaling", "qk_head_dim", "head_dim")  # nothing is rotated
+    linear = dict(keys.mapping("linear_attn_config") or {})
+    types = _types(keys, linear)
+    stream = NormConfig(epsilon=keys.number("rms_norm_eps"))
+    mixers = {LINEAR: _delta(keys, linear, stream.epsilon), FULL: _latent(keys)}
+    feeds = _feed_forwards(keys)
+    blocks = [
+        BlockConfig(mixer=mixers[each], feed_forward=feed, norm=stream)
+        for each, feed in zip(types, feeds, strict=True)
+    ]
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size"),
+        model_dim=keys.integer("hidden_size"),
+        max_positions=keys.integer("max_position_embeddings"),
+        stacks=in_stacks(blocks, num_layers=len(blocks)),
+        tie_embeddings=keys.flag("tie_word_embeddings", False),
+        final_norm=stream,
+        init_std=keys.number("initializer_range", 0.02),
+    )
+
+
+def _types(keys: Keys, linear: Mapping[str, Any]) -> tuple[str, ...]:
+    """Reads each layer's type: by name, or the released numbers of layers that attend, from 1."""
+    num_layers = keys.integer("num_hidden_layers")
+    by_default = [FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers)]
+    if "full_attn_layers" in linear:
+        attends, others = linear["full_attn_layers"], linear.get("kda_layers", [])
+        by_default = [FULL if i + 1 in attends else LINEAR for i in range(num_layers)]
+        if sorted([*attends, *others]) != [*range(1, num_layers + 1)]:
+            raise ConfigError(
+                f"linear_attn_config: full_attn_layers={attends} and kda_layers={others} do not "
+                f"name each of {num_layers} layers once"
+            )
+    return state_types(keys, by_default)
+
+
+def _delta(keys: Keys, linear: Mapping[str, Any], epsilon: float) -> GatedDeltaConfig:
+    older = Keys(linear, what="linear_attn_config")
+    older.ignore("full_attn_layers", "kda_layers")
+    heads = older.integer("num_heads", keys.integer("linear_num_heads", None))
+    width = older.integer("head_dim", keys.integer("linear_head_dim", None))
+    taps = older.integer("short_conv_kernel_size", keys.integer("linear_conv_kernel_dim", 4))
+    older.finish(neutral=())
+    if heads is None or width is None:
+        raise ConfigError("linear_num_heads and linear_head_dim are missing; add them")
+    return GatedDeltaConfig(
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_dim=width,
+        value_dim=width,
+        conv_width=taps,
+        channel_decay=True,
+        rank=width,
+        gate=OutputGate.SIGMOID,
+        norm_epsilon=epsilon,
+    )
+
+
+def _latent(keys: Keys) -> LatentAttentionConfig:
+    heads = keys.integer("num_attention_heads")
+    keys.expect("num_key_value_heads", (heads, None), "every head has a key and a value here")
+    return LatentAttentionConfig(
+        num_q_heads=heads,
+        query_rank=keys.integer("q_lora_rank", None),
+        kv_rank=keys.integer("kv_lora_rank"),
+        nope_dim=keys.integer("qk_nope_head_dim"),
+        rope_dim=keys.integer("qk_rope_head_dim"),
+        value_dim=keys.integer("v_head_dim"),
+        rope=None,
+        norm=_LATENT_NORM,
+    )
+
+
+def _feed_forwards(keys: Keys) -> list[MlpConfig | ExpertsConfig]:
+    """Reads each layer's feed-forward layer: dense ones first, or as ``mlp_layer_types`` says."""
+    num_layers, width = keys.integer("num_hidden_layers"), keys.integer("moe_intermediate_size")
+    dense = MlpConfig(hidden_dim=keys.integer("intermediate_size"))
+    routed = ExpertsConfig(
+        num_experts=keys.named("num_experts", "num_local_experts", "n_routed_experts"),
+        top_k=keys.integer("num_experts_per_tok"),
+        hidden_dim=width,
+        routing=read_sigmoid_routing(keys, renormalizes=True, scale=2.446),
+        shared_hidden_dim=width * keys.integer("n_shared_experts", 1),
+    )
+    first = keys.integer("first_k_dense_replace", 1)
+    by_default = [_DENSE if i < first else _SPARSE for i in range(num_layers)]
+    kinds = keys.sequence("mlp_layer_types", by_default)
+    if len(kinds) != num_layers or not {*kinds} <= {_DENSE, _SPARSE}:
+        raise ConfigError(
+            f"mlp_layer_types={list(kinds)}: name {_DENSE} or {_SPARSE} for each of {num_layers} "
+            "layers"
+        )
+    return [dense if each == _DENSE else routed for each in kinds]
+
+
+def write_kimi_linear(config: ModelConfig) -> dict[str, Any]:
+    """Writes Kimi Linear; inverse of ``read_kimi_linear``."""
+    layers = [each for b in config.blocks for each in (b.mixer, b.feed_forward)]
+    latent = next((x for x in layers if isinstance(x, LatentAttentionConfig)), None)
+    delta = next((x for x in layers if isinstance(x, GatedDeltaConfig)), None)
+    routed = next((x for x in layers if isinstance(x, ExpertsConfig)), None)
+    dense = next((x for x in layers if isinstance(x, MlpConfig)), None)
+    if latent is None or delta is None or routed is None:
+        raise ConfigError("delta attention, latent attention and experts are what this writes")
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_dim,
+        "intermediate_size": (dense or routed).hidden_dim,
+        "moe_intermediate_size": routed.hidden_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": latent.num_q_heads,
+        "num_key_value_heads": latent.num_q_heads,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "layer_types": [
+            LINEAR if isinstance(b.mixer, GatedDeltaConfig) else FULL for b in config.layers
+        ],
+        "mlp_layer_types": [_SPARSE if each else _DENSE for each in routes(config)],
+        "linear_num_heads": delta.num_value_heads,
+        "linear_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.conv_width,
+        "num_experts": routed.num_experts,
+        "num_experts_per_token": routed.top_k,
+        "num_shared_experts": routed.shared_hidden_dim // routed.hidden_dim,
+        "moe_renormalize": routed.routing.renormalize,
+        "routed_scaling_factor": routed.routing.scale,
+        "num_expert_group": routed.routing.num_groups,
+        "topk_group": routed.routing.top_groups,
+        "hidden_act": "silu",
+        "model_max_length": config.max_positions,
+        "rms_norm_eps": config.final_norm.epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+    }
+
+
+_HEADS, _TAPS = "(M V) D -> D M V", "(M V) 1 W -> M V W"
+_DELTA = (
+    *(
+        rule(f"self_attn.{theirs}_{kind}.weight", f"attention/{ours}/weight", layout)
+        for theirs, name in (("q", "query"), ("k", "key"), ("v", "value"))
+        for kind, ours, layout in (("proj", name, _HEADS), ("conv1d", f"{name}_conv", _TAPS))
+    ),
+    rule("self_attn.b_proj.weight", "attention/beta/weight", "M D -> D M"),
+    rule("self_attn.f_a_proj.weight", "attention/decay_down/weight", "R D -> D R"),
+    rule("self_attn.f_b_proj.weight", "attention/decay/weight", "(M V) R -> R M V"),
+    rule("self_attn.dt_bias", "attention/decay_bias", "(M V) -> M V"),
+    rule("self_attn.A_log", "attention/decay_log", "1 1 M 1 -> M"),
+    rule("self_attn.g_a_proj.weight", "attention/gate_down/weight", "R D -> D R"),
+    rule("self_attn.g_b_proj.weight", "attention/gate/weight", "(M V) R -> R M V"),
+    rule("self_attn.o_norm.weight", "attention/norm/scale", "V -> V"),
+)
+KIMI_LINEAR = dataclasses.replace(
+    LLAMA,
+    layer=(
+        *(*PRE_NORMS, *GATE_UP, *DOWN, *OUT),
+        *beside("attention/kv_down/weight", LATENT),
+        *beside("attention/decay_log", _DELTA),
+        *experts("block_sparse_moe", "w1", "w3", "w2", shared="shared_experts"),
+    ),
+    extra_layers=True,
+)
