@@ -340,9 +340,7 @@ class BlockConfig:
         is_parallel = self.branches is not Branches.SEQUENTIAL
         if self.num_layers == 0:
             raise ConfigError("a block without mixer and feed-forward layer: give one of them")
-        if is_parallel and (
-            self.norm_placement is not NormPlacement.PRE or self.num_layers < 2
-        ):
+        if is_parallel and (self.norm_placement is not NormPlacement.PRE or self.num_layers < 2):
             raise ConfigError(
                 f"branches={self.branches} with norm_placement={self.norm_placement} and "
                 f"{self.num_layers} of mixer and feed_forward: layers side by side are two, and "

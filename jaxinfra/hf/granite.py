@@ -56,9 +56,7 @@ def read_granitemoehybrid(keys: Keys) -> ModelConfig:
     num_experts = keys.named("num_local_experts", "num_experts")
     keys.ignore("intermediate_size", "num_experts_per_tok")
     if num_experts > 0:
-        model = read_experts(
-            keys, model, width_key="intermediate_size", shared_hidden_dim=wide
-        )
+        model = read_experts(keys, model, width_key="intermediate_size", shared_hidden_dim=wide)
     mixer = read_hybrid_mixer(keys, width=keys.integer("mamba_expand", 2) * model.model_dim)
     types = state_types(keys, [LINEAR] * model.num_layers)
     return with_mixers(model, [mixer if each == LINEAR else None for each in types])

@@ -111,15 +111,19 @@ def write_lfm2_moe(config: ModelConfig) -> dict[str, Any]:
     """Writes LFM2 with experts; inverse of ``read_lfm2_moe``."""
     alike, keys = _as_attending(config)
     _, experts, dense = layers_of(alike)
-    return keys | _own(decoder_keys(alike, mlp=dense or as_wide(experts))) | {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.hidden_dim,
-        "num_dense_layers": routes(config).count(False),
-        "norm_topk_prob": experts.routing.renormalize,
-        "routed_scaling_factor": experts.routing.scale,
-        "use_expert_bias": experts.routing.correction_bias,
-    }
+    return (
+        keys
+        | _own(decoder_keys(alike, mlp=dense or as_wide(experts)))
+        | {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.top_k,
+            "moe_intermediate_size": experts.hidden_dim,
+            "num_dense_layers": routes(config).count(False),
+            "norm_topk_prob": experts.routing.renormalize,
+            "routed_scaling_factor": experts.routing.scale,
+            "use_expert_bias": experts.routing.correction_bias,
+        }
+    )
 
 
 def _own(keys: dict[str, Any]) -> dict[str, Any]:

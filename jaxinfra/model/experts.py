@@ -90,7 +90,11 @@ class Experts(nnx.Module):
         width = config.latent_dim or model_dim
         shape = (width, config.hidden_dim)
         gated = config.kind.gated
-        has_latent, sizes, dims = config.latent_dim is not None, (model_dim, width), (axes.EMBED, None)
+        has_latent, sizes, dims = (
+            config.latent_dim is not None,
+            (model_dim, width),
+            (axes.EMBED, None),
+        )
         down = functools.partial(build, "BTD,DR->BTR", shape=sizes, dims=dims, std=std, whole=True)
         up = functools.partial(build, "BTR,RD->BTD", shape=sizes[::-1], dims=dims[::-1])
         self.latent_down = down() if has_latent else None

@@ -167,9 +167,7 @@ def recurred(
     return out, cache.write({_STATE: state, **_tails(before, inputs, count_B)})
 
 
-def convolved(
-    inputs: Mapping[str, Float[Array, "B T _ _"]], given: Pass
-) -> StateCache | None:
+def convolved(inputs: Mapping[str, Float[Array, "B T _ _"]], given: Pass) -> StateCache | None:
     """Returns the cache of a mixer whose state is only what its convolutions still read.
 
     Args:

@@ -163,8 +163,10 @@ OLDER = {
     "lfm2_odd": {"layer_types": None, "full_attn_idxs": [0, 2], "block_ff_dim": 48}
     | {"tie_embedding": False, "tie_word_embeddings": True, "rope_theta": 500.0},
     "kimi_linear": {"layer_types": None, "linear_head_dim": None, "linear_num_heads": None}
-    | {"linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 4]}
-       | {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}}
+    | {
+        "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 4]}
+        | {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
+    }
     | {"mlp_layer_types": None, "first_k_dense_replace": 1},
 }
 

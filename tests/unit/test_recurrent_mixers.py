@@ -189,7 +189,9 @@ def test_a_convolution_and_a_block_have_something():
     with pytest.raises(ConfigError, match="without mixer and feed-forward"):
         BlockConfig(mixer=NoMixer(), feed_forward=None)
     with pytest.raises(ConfigError, match="side by side are two"):
-        BlockConfig(mixer=NoMixer(), feed_forward=MlpConfig(hidden_dim=8), branches=Branches.PARALLEL)
+        BlockConfig(
+            mixer=NoMixer(), feed_forward=MlpConfig(hidden_dim=8), branches=Branches.PARALLEL
+        )
 
 
 def test_a_block_of_one_branch_is_half_of_a_block():

@@ -156,7 +156,9 @@ def _block_elements(config: ModelConfig, block: BlockConfig, tokens: int) -> int
             width = mixer.num_q_heads * head + (mixer.query_rank or 0)
         case ShortConvolutionConfig() as mixer:
             width = 6 * mixer.value_width
-        case MatrixStateConfig() as mixer:  # in fp32, with what a chunk's positions are to each other
+        case (
+            MatrixStateConfig() as mixer
+        ):  # in fp32, with what a chunk's positions are to each other
             keys = mixer.num_value_heads * mixer.key_dim
             width = 4 * (2 * keys + 2 * mixer.num_value_heads * mixer.value_dim)
         case _:

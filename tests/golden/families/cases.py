@@ -863,8 +863,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "nemotron_h_odd": _bare(
         "nemotron_h",
-        **_NEMOTRON_H
-        | {"num_key_value_heads": 1, "head_dim": 12, "n_groups": 1, "conv_kernel": 3},
+        **_NEMOTRON_H | {"num_key_value_heads": 1, "head_dim": 12, "n_groups": 1, "conv_kernel": 3},
         layers_block_type=["mlp", _F, _L, _L, "moe", "mlp"],
         n_routed_experts=6,
         num_experts_per_tok=2,
