@@ -28,6 +28,31 @@ class WithoutScores:
     rope: ClassVar[RopeConfig | None] = None
     rotated_dim: ClassVar[int] = 0
 
+    @property
+    def num_q_heads(self) -> int:
+        """Number of heads; 1 where there is nothing to divide."""
+        return 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys; 1 where there is nothing to divide."""
+        return 1
+
+    @property
+    def score_width(self) -> int:
+        """Query width over all heads."""
+        return 0
+
+    @property
+    def value_width(self) -> int:
+        """Value width over all heads."""
+        return 0
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes by name that tensor parallelism divides; none by default."""
+        return {}
+
 
 @record
 class NoMixer(WithoutScores):
@@ -38,16 +63,10 @@ class NoMixer(WithoutScores):
         >>> block = jaxinfra.BlockConfig(mixer=jaxinfra.NoMixer(), feed_forward=feed_forward)
     """
 
-    num_q_heads: ClassVar[int] = 1
-    num_kv_heads: ClassVar[int] = 1
-    head_dim: ClassVar[int] = 0
-    score_width: ClassVar[int] = 0
-    value_width: ClassVar[int] = 0
-
     @property
-    def tensor_sizes(self) -> dict[str, int]:
-        """Sizes by name that tensor parallelism divides: none."""
-        return {}
+    def head_dim(self) -> int:
+        """Width of a head: none."""
+        return 0
 
     @property
     def cache(self) -> CacheSpec:

@@ -40,6 +40,8 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
         sharded += [(name, size, "tensor", mesh.tensor) for name, size in sizes.items()]
         if isinstance(block.feed_forward, ExpertsConfig):
             sharded.append(("num_experts", block.feed_forward.num_experts, EXPERT, mesh.expert))
+            width = block.feed_forward.latent_dim or model.model_dim
+            sharded.append(("experts.latent_dim", width, "fsdp", mesh.fsdp))
     _check_experts(model, mesh)
     for name, size, axis, shards in sharded:
         if name == "num_kv_heads" and shards % size == 0:

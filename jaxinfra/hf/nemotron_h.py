@@ -147,15 +147,17 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
         type(each): each for block in config.blocks for each in (block.mixer, block.feed_forward)
     }
     mixer, routed = found.get(StateSpaceConfig), found.get(ExpertsConfig)
-    is_bounded = mixer is not None and step_limit_key(mixer)[1] < math.inf
-    if mixer is None or is_bounded or any(block.num_layers > 1 for block in config.blocks):
+    if not isinstance(mixer, StateSpaceConfig) or any(b.num_layers > 1 for b in config.blocks):
         raise ConfigError("layers of one branch, some with a state space, are what this writes")
+    least, most = step_limit_key(mixer)
+    if most < math.inf:
+        raise ConfigError(f"step_limit={mixer.step_limit}: only a lower bound is what this writes")
     attention = found.get(GroupedAttentionConfig) or GroupedAttentionConfig(
         num_q_heads=1, num_kv_heads=1, head_dim=config.model_dim, rope=None
     )
     kind = MlpKind.RELU_SQUARED if routed is None else routed.kind
     dense = found.get(MlpConfig) or MlpConfig(hidden_dim=config.model_dim, kind=kind)
-    kinds = {
+    kinds: Mapping[type, str] = {
         StateSpaceConfig: LINEAR,
         GroupedAttentionConfig: FULL,
         MlpConfig: _MLP,
@@ -183,7 +185,7 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
         "conv_kernel": mixer.conv_width,
         "use_conv_bias": mixer.conv_bias,
         "use_bias": mixer.bias,
-        "time_step_min": step_limit_key(mixer)[0],
+        "time_step_min": least,
         "layer_norm_epsilon": config.final_norm.epsilon,
         "tie_word_embeddings": False,
         "initializer_range": config.init_std,

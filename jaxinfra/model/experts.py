@@ -90,22 +90,31 @@ class Experts(nnx.Module):
         width = config.latent_dim or model_dim
         shape = (width, config.hidden_dim)
         gated = config.kind.gated
-        has_latent, sizes, dims = (
-            config.latent_dim is not None,
-            (model_dim, width),
-            (axes.EMBED, None),
-        )
-        down = functools.partial(build, "BTD,DR->BTR", shape=sizes, dims=dims, std=std, whole=True)
-        up = functools.partial(build, "BTR,RD->BTD", shape=sizes[::-1], dims=dims[::-1])
-        self.latent_down = down() if has_latent else None
-        self.latent_up = up(std=out_std) if has_latent else None
         self.gate = routed(shape, inward, std) if gated else None
         self.up = routed(shape, inward, std)
         self.down = routed(shape[::-1], outward, out_std)
         self.gate_bias = bias(config.hidden_dim, axes.MLP) if gated else None
         self.up_bias = bias(config.hidden_dim, axes.MLP)
         self.down_bias = bias(width, axes.EMBED)
+        self._add_latent(build, (model_dim, width), std=std, out_std=out_std)
         self._add_shared(build, (model_dim, config.shared_hidden_dim), std=std, out_std=out_std)
+
+    def _add_latent(
+        self,
+        build: Callable[..., Projection],
+        shape: tuple[int, int],
+        *,
+        std: float,
+        out_std: float,
+    ) -> None:
+        """Adds the projections to and from the routed experts' width, where it is their own."""
+        has_latent, dims = self.config.latent_dim is not None, (axes.EMBED, None)
+        down = functools.partial(build, "BTD,DR->BTR", shape=shape, dims=dims, std=std, whole=True)
+        up = functools.partial(
+            build, "BTR,RD->BTD", shape=shape[::-1], dims=dims[::-1], std=out_std
+        )
+        self.latent_down = down() if has_latent else None
+        self.latent_up = up() if has_latent else None
 
     def _add_shared(
         self,
