@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from jaxinfra.config.data import STDLIB
-from jaxinfra.data.readers import Document, decode, read_documents
+from jaxinfra.data.readers import Document, decode, is_one_document, read_documents
 from jaxinfra.errors import DataError
 
 _LOG = logging.getLogger(__name__)
@@ -112,10 +112,13 @@ def _source(spec: str, root: Path, names: list[str], if_none: str) -> Source:
 
 
 _ABOUT_TABLES = ("state.json", "dataset_info.json", "dataset_dict.json")
+_ABOUT_ROWS = ("README.md", "dataset_infos.json")
 
 
 def _tables_of(names: list[str]) -> list[str]:
-    """Drops the metadata and cache of a directory that ``datasets`` saved, if it did."""
+    """Drops the metadata and cache of a directory that ``datasets`` saved, and a dataset's card."""
+    if not all(is_one_document(name) for name in names if name not in _ABOUT_ROWS):
+        names = [name for name in names if name not in _ABOUT_ROWS]
     if not any(name.endswith("/state.json") or name == "state.json" for name in names):
         return names
     if not any(name.endswith(".arrow") for name in names):

@@ -333,6 +333,7 @@ def test_the_load_generator_measures_what_clients_wait(running, tmp_path, capsys
         new_tokens=bench.Lengths(text="~6"),
         first_ms=10_000.0,
         token_ms=10_000.0,
+        whole=False,
     )
     rows = bench.run(running.server.address, args)
     assert [row["load"] for row in rows] == ["10 requests/s", "2 clients"]

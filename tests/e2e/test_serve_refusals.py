@@ -159,14 +159,28 @@ def test_settings_are_known_at_every_depth(running, settings, words):
     assert words in answer["error"]["message"]
 
 
+def stream(running, path, body):
+    """The last event of a stream."""
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    address = f"{running.server.address}{path}"
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.read().split(b"\n\n")[-2]
+
+
 def test_what_clients_send_and_nothing_depends_on_is_taken(running):
     said = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me"}
     said |= {"safety_identifier": "x", "prompt_cache_key": "y", "parallel_tool_calls": False}
+    said |= {"prompt_cache_retention": "24h", "stream_options": {"include_obfuscation": False}}
     nothing = dict.fromkeys(("temperature", "n", "stop", "stream", "tools", "logit_bias"))
+    within = {"response_format": {"type": "json_object", "json_schema": None}}
+    within |= {"tools": [TOOL | {"function": TOOL["function"] | {"strict": None}}]}
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [TOOL]}
-    assert post(running, "/v1/chat/completions", body | said)[0] == 200
-    assert post(running, "/v1/completions", BASE | said)[0] == 200
+    for path, asked in (("/v1/chat/completions", body), ("/v1/completions", BASE)):
+        ended = stream(running, path, asked | said | {"stream": True})
+        assert ended == b"data: [DONE]"
     assert post(running, "/v1/chat/completions", body | nothing)[0] == 200
+    assert post(running, "/v1/chat/completions", body | within)[0] == 200
 
 
 def test_the_key_is_asked_for(running, client):

@@ -41,6 +41,17 @@ def test_a_saved_dataset_is_its_rows(saved):
     assert found[2].name == "data-00000-of-00001.arrow:3"
 
 
+def test_a_datasets_card_is_no_text_of_its_rows(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---")
+    (tmp_path / "notes.txt").write_text("text")
+    assert scan(str(tmp_path)).names == ("README.md", "notes.txt")
+    (tmp_path / "notes.txt").unlink()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert scan(str(tmp_path)).names == ("data/train.jsonl",)
+
+
 def test_another_directory_keeps_its_json(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     (tmp_path / "a.txt").write_text("text")

@@ -18,9 +18,16 @@ type TokenIds = list[Annotated[int, pydantic.Field(strict=True)]]
 
 
 class Setting(pydantic.BaseModel):
-    """Base class of request bodies and their parts, which rejects unknown keys."""
+    """Base class of request bodies and their parts: unknown keys are rejected, null is no key."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            return {name: value for name, value in body.items() if value is not None}
+        return body
 
 
 class AdapterBody(Setting):
@@ -105,6 +112,7 @@ class StreamOptions(Setting):
     """Options of a streamed answer: whether token counts are sent at the end."""
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None  # nothing here depends on it
 
 
 class FunctionTool(Setting):
@@ -148,7 +156,7 @@ type Tools = Annotated[list[dict[str, Any]], pydantic.AfterValidator(tools_as_se
 
 
 class ClientBody(Setting):
-    """Base class of request bodies: texts are valid Unicode, and null means a missing field."""
+    """Base class of request bodies, whose texts must be valid Unicode."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -162,8 +170,6 @@ class ClientBody(Setting):
                     found += each
                 case str() as each if not is_text(each):
                     raise ValueError(f"{each[:40]!a} holds half a character; send whole ones")
-        if isinstance(body, dict):
-            return {name: value for name, value in body.items() if value is not None}
         return body
 
 
@@ -208,6 +214,7 @@ class GenerationBody(ClientBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     service_tier: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None

@@ -102,6 +102,7 @@ class ResponsesBody(ClientBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     service_tier: str | None = None
     client_metadata: dict[str, Any] | None = None
 
