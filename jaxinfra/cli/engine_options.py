@@ -12,7 +12,7 @@ import jax
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
-from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.precision import Numerics, PolicyName
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.compile_cache import keep_compiled_programs
 from jaxinfra.runtime.files import user_cache
@@ -59,6 +59,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=CacheFormat.PLAIN.value,
         help="format of the KV cache; plain: the compute dtype (default: plain)",
     )
+    parser.add_argument(
+        "--numerics",
+        choices=[name.value for name in Numerics],
+        default=Numerics.FAST.value,
+        help="exact: log-probabilities equal those of training to the last bit, at a cost in time "
+        "(default: fast)",
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
@@ -79,8 +86,9 @@ def load_models(
     store = ProgramStore.of_user() if jax.process_count() == 1 else None
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         models = [read(path, policy=policy, step=step, mesh=mesh) for path in paths]
-    cache = CacheFormat(args.cache)
-    return [dataclasses.replace(each.with_cache(cache), store=store) for each in models]
+    cache, numerics = CacheFormat(args.cache), Numerics(args.numerics)
+    models = [each.with_cache(cache).with_numerics(numerics) for each in models]
+    return [dataclasses.replace(each, store=store) for each in models]
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:

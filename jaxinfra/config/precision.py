@@ -14,6 +14,14 @@ class PolicyName(enum.StrEnum):
     FP16 = "fp16"
 
 
+class Numerics(enum.StrEnum):
+    """Ways to order the sums of a forward pass."""
+
+    FAST = "fast"  # as kernels and compilers choose by the shape of a batch
+    # By a token's own text alone: an engine's log-probabilities equal a trainer's to the last bit.
+    EXACT = "exact"
+
+
 class WeightGradients(enum.StrEnum):
     """Dtypes of the weight gradient that a matmul returns; the sum inside is always fp32."""
 
@@ -118,6 +126,7 @@ class PrecisionConfig:
     """
 
     policy: PolicyName = PolicyName.FP32  # compute dtype
+    numerics: Numerics = Numerics.FAST  # order of sums in the forward pass
     weights: StoredWeights = StoredWeights.FP32  # storage format between steps
     fp8: Fp8Matmuls | None = None  # None: every matmul is in the compute dtype
     weight_gradients: WeightGradients = WeightGradients.FP32  # dtype of a matmul's weight gradient
@@ -135,6 +144,11 @@ class PrecisionConfig:
             raise ConfigError(
                 f"weights=bf16 with policy={self.policy.value}: weights without a master copy are "
                 "those that matmuls read; choose policy=bf16"
+            )
+        if self.fp8 is not None and self.numerics == Numerics.EXACT:
+            raise ConfigError(
+                "numerics=exact with fp8: the scales of 8-bit operands depend on the tokens beside "
+                "a token; set fp8=none, or numerics=fast"
             )
         if self.fp8 is not None and self.policy == PolicyName.FP16:
             raise ConfigError(

@@ -225,16 +225,16 @@ class Block(nnx.Module):
     def _add(
         self, x_BTD: jax.Array, branch_BTD: jax.Array, norm: Norm | None, key: jax.Array | None
     ) -> jax.Array:
+        policy = self.execution.policy
         branch_BTD = self.execution.place(branch_BTD, _STREAM)
         if norm is not None:
             branch_BTD = norm(branch_BTD)
         if self.config.residual_scale != 1.0:
-            scale = jnp.asarray(self.config.residual_scale, branch_BTD.dtype)
-            branch_BTD = branch_BTD * scale
+            branch_BTD = policy.scaled(branch_BTD, self.config.residual_scale)
         branch_BTD = dropout(
             branch_BTD, rate=self.dropout_rate, key=key, place=self.execution.place
         )
-        return self.execution.place(x_BTD + branch_BTD, _STREAM)
+        return self.execution.place(policy.added(x_BTD, branch_BTD), _STREAM)
 
 
 def _abilities(config: Any, layer: Any) -> Abilities:

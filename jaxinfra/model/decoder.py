@@ -27,6 +27,7 @@ from jaxinfra.model.cache import StateCache, after_pass
 from jaxinfra.model.dropout import dropout
 from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.empty_cache import empty_cache
+from jaxinfra.model.exactness import check_exact
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
 from jaxinfra.model.norm import Norm
@@ -68,6 +69,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
         check_recipes(config, execution)
+        check_exact(config, execution)
         self.config = config
         self.execution = execution
         table = functools.partial(
@@ -198,7 +200,7 @@ class Decoder(nnx.Module):
                 logits_BTV = logits_BTV + bias_V[None, None]
             cap = self.config.logit_soft_cap
             if cap is not None:
-                logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+                logits_BTV = self.execution.policy.pinned(cap * jnp.tanh(logits_BTV / cap))
         return logits_BTV
 
     def scores(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
@@ -379,19 +381,20 @@ class Decoder(nnx.Module):
         with jax.named_scope("final_norm"):
             hidden_BTD = self.final_norm(x_BTD)
             if self.config.logit_scale != 1.0:
-                hidden_BTD = hidden_BTD * jnp.asarray(self.config.logit_scale, hidden_BTD.dtype)
+                hidden_BTD = self.execution.policy.scaled(hidden_BTD, self.config.logit_scale)
             return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
 
     def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         """Embeds tokens as the first block's input [B, T, D]; applies dropout if there is a key."""
         with jax.named_scope("embedding"):
-            x_BTD = self.embedding(ids_BT)
+            x_BTD, policy = self.embedding(ids_BT), self.execution.policy
             if self.config.embedding_scale != 1.0:
                 # Rounded to the compute dtype first, as Gemma does.
-                x_BTD = x_BTD * jnp.asarray(self.config.embedding_scale, x_BTD.dtype)
+                x_BTD = policy.scaled(x_BTD, self.config.embedding_scale)
             if self.positions is not None:
                 offset = self.config.position_offset
-                x_BTD = x_BTD + self.positions(positions_BT + offset if offset else positions_BT)
+                positions_BT = positions_BT + offset if offset else positions_BT
+                x_BTD = policy.added(x_BTD, self.positions(positions_BT))
             if self.embedding_norm is not None:
                 x_BTD = self.embedding_norm(x_BTD)
             x_BTD = dropout(
@@ -415,7 +418,11 @@ class Decoder(nnx.Module):
                 continue
             if (rope, head_dim) not in tables:
                 tables[rope, head_dim] = rope_table(
-                    rope, head_dim=head_dim, positions_BT=positions_BT, contexts_B=contexts_B
+                    rope,
+                    head_dim=head_dim,
+                    positions_BT=positions_BT,
+                    contexts_B=contexts_B,
+                    is_exact=self.execution.policy.is_exact,
                 )
             result.append(tables[rope, head_dim])
         return result

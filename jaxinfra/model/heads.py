@@ -66,8 +66,9 @@ def positioned(
     q_BTNH, k_BTKH = clipped(config, q_BTNH), clipped(config, k_BTKH)
     if config.rope is not None and given.rope is not None:
         pairs = config.rope.pairs
-        q_BTNH = apply_rope(q_BTNH, given.rope, pairs=pairs)
-        k_BTKH = apply_rope(k_BTKH, given.rope, pairs=pairs)
+        is_exact = policy.is_exact
+        q_BTNH = apply_rope(q_BTNH, given.rope, pairs=pairs, is_exact=is_exact)
+        k_BTKH = apply_rope(k_BTKH, given.rope, pairs=pairs, is_exact=is_exact)
     if config.qk_norm_after_rope:
         q_BTNH, k_BTKH = normed(q_BTNH, k_BTKH)
     if config.query_scaling is not None:
@@ -79,8 +80,8 @@ def _scaled(
     q_BTNH: jax.Array, scaling: QueryScaling, positions_BT: jax.Array, policy: Policy
 ) -> jax.Array:
     number_BT = (jnp.maximum(positions_BT, 0) + scaling.first) // scaling.every
-    scale_BT = 1.0 + scaling.rate * jnp.log1p(policy.to_accum(number_BT))
-    return (policy.to_accum(q_BTNH) * scale_BT[:, :, None, None]).astype(q_BTNH.dtype)
+    scale_BT = 1.0 + policy.pinned(scaling.rate * jnp.log1p(policy.to_accum(number_BT)))
+    return policy.to_compute(policy.to_accum(q_BTNH) * scale_BT[:, :, None, None])
 
 
 def segments(config: GroupedAttentionConfig, given: Pass) -> Int[Array, "B T"] | None:

@@ -120,7 +120,7 @@ class Adapter(nnx.Module):
             weight: the projection's weight in this layer.
             repeated: function that repeats an output's heads as often as y has each of them.
         """
-        y_accum = self.policy.to_accum(y) + repeated(self(x))
+        y_accum = self.policy.to_accum(y) + self.policy.pinned(repeated(self(x)))
         gain = self.gain(weight)
         if gain is not None:
             gain = repeated(gain)
@@ -226,7 +226,7 @@ class RowAdapters(nnx.Module):
             self.out_spec, low, self.b[...][slot_B], recipe=self.recipe, out=self.recipe.accum
         )
         added *= _beside(self.scale[...][slot_B], added)
-        changed = self.policy.to_accum(y) + repeated(added)
+        changed = self.policy.to_accum(y) + self.policy.pinned(repeated(added))
         if self.gain is not None:
             gain = repeated(self.gain[...][slot_B])
             changed *= jnp.expand_dims(gain, range(1, 1 + y.ndim - gain.ndim))

@@ -12,6 +12,7 @@ from jaxinfra.config.model import NormConfig
 from jaxinfra.config.parts import find_part
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import labelled
+from jaxinfra.numerics.exact import ordered_mean
 from jaxinfra.ops.multiply import GATHERED, Deferred, RmsNorm
 
 
@@ -62,14 +63,19 @@ class Norm(nnx.Module):
             y = find_part(self.config.function)(y, self.config.epsilon)
         else:
             if self.config.kind is NormKind.LAYER:
-                y = y - jnp.mean(y, axis=self.over, keepdims=True)
-            square = jnp.mean(y * y, axis=self.over, keepdims=True)
+                y = y - self._mean(y)
+            square = self._mean(y * y)
             y = y * jax.lax.rsqrt(square + self.config.epsilon)
         if self.scale is not None:
             y = y * (self._row(self.scale, y) + self.config.scale_offset)
         if self.bias is not None:
-            y = y + self._row(self.bias, y)
+            y = self.policy.pinned(y) + self._row(self.bias, y)
         return labelled(self.policy.to_compute(y), self.label)
+
+    def _mean(self, y: jax.Array) -> jax.Array:
+        if self.policy.is_exact:
+            return ordered_mean(self.policy.pinned(y), len(self.over))
+        return jnp.mean(y, axis=self.over, keepdims=True)
 
     def _row(self, param: nnx.Param, like: jax.Array) -> jax.Array:
         vector = param[...]

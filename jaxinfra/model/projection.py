@@ -186,7 +186,9 @@ class Projection(nnx.Module):
             y = self.adapter.adapted(y, x, weight, repeated=self._repeated)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
+            dtype = y.dtype
             bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
-            y = (self.policy.to_accum(y) + bias).astype(y.dtype)
+            y = self.policy.to_accum(y) + bias
+            y = self.policy.to_compute(y) if self.policy.is_exact else y.astype(dtype)
         return self._named(y)

@@ -20,6 +20,7 @@ from jaxinfra.config.rope import (
     RopePairs,
     YarnScaling,
 )
+from jaxinfra.numerics.exact import pinned, rounded
 
 type RopeTable = tuple[Float[Array, "_ T R"], Float[Array, "_ T R"]]
 """cos and sin of every position's angles, fp32 [B, T, R]."""
@@ -91,13 +92,18 @@ def rope_table(
     head_dim: int,
     positions_BT: jax.Array,
     contexts_B: jax.Array | None = None,
+    is_exact: bool = False,
 ) -> RopeTable:
     """Computes RoPE's cos and sin at these positions, for all layers with this config.
 
     Args:
         contexts_B: length of each row in tokens, by which LongRoPE chooses the row's factors; by
             default the row's largest position plus 1.
+        is_exact: whether an angle has the same bits in every program.
     """
+    if is_exact:
+        # Or positions that are constants would be computed by the compiler, with other functions.
+        positions_BT = jax.lax.optimization_barrier(positions_BT)
     frequencies, factor = rope_frequencies(config, head_dim=head_dim)
     frequencies_R = jnp.asarray(frequencies, dtype=np.float32)
     frequencies_BTR = frequencies_R[None, None, :]
@@ -112,15 +118,24 @@ def rope_table(
             frequencies_BTR,
         )
     angles_BTR = positions_BT.astype(frequencies_R.dtype)[..., None] * frequencies_BTR
+    if is_exact:
+        angles_BTR = pinned(angles_BTR)
     return factor * jnp.cos(angles_BTR), factor * jnp.sin(angles_BTR)
 
 
 def apply_rope(
-    x_BTNH: Float[Array, "B T N H"], table: RopeTable, *, pairs: RopePairs = RopePairs.HALVES
+    x_BTNH: Float[Array, "B T N H"],
+    table: RopeTable,
+    *,
+    pairs: RopePairs = RopePairs.HALVES,
+    is_exact: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Rotates each head's first 2R elements in pairs, (i, i + R) or (2i, 2i + 1).
 
     The rotation is computed in fp32 and returned in x's dtype.
+
+    Args:
+        is_exact: whether a result has the same bits in every program.
     """
     cos_BT1R, sin_BT1R = (part[:, :, None, :] for part in table)
     num_pairs = cos_BT1R.shape[-1]
@@ -130,9 +145,13 @@ def apply_rope(
         first, second = jnp.split(turned, 2, axis=-1)
     else:
         first, second = turned[..., 0::2], turned[..., 1::2]
-    rotated = (first * cos_BT1R - second * sin_BT1R, second * cos_BT1R + first * sin_BT1R)
+    products = (first * cos_BT1R, second * sin_BT1R, second * cos_BT1R, first * sin_BT1R)
+    if is_exact:
+        products = tuple(map(pinned, products))
+    rotated = (products[0] - products[1], products[2] + products[3])
     if pairs is RopePairs.HALVES:
-        rotated = jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+        rotated = jnp.concatenate(rotated, axis=-1)
     else:
-        rotated = jnp.stack(rotated, axis=-1).reshape(turned.shape).astype(x_BTNH.dtype)
+        rotated = jnp.stack(rotated, axis=-1).reshape(turned.shape)
+    rotated = (rounded if is_exact else jax.lax.convert_element_type)(rotated, x_BTNH.dtype)
     return jnp.concatenate([rotated, kept], axis=-1) if kept.shape[-1] else rotated

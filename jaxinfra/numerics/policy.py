@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
+from jaxinfra.config.precision import (
+    Numerics,
+    PolicyName,
+    PrecisionConfig,
+    StoredWeights,
+    WeightGradients,
+)
+from jaxinfra.numerics.exact import pinned, rounded
 from jaxinfra.numerics.recipe import Recipe, Site, fp8_recipe
 
 
@@ -24,6 +31,12 @@ class Policy:
     gradient: jnp.dtype | None = None  # of weight gradients in sums over devices; None: ``param``
     sites: tuple[tuple[Site, Recipe], ...] = ()  # sites with their own recipe
     out_of_eight_bits: tuple[int, int] = (0, 0)  # number of first and of last layers without 8 bits
+    numerics: Numerics = Numerics.FAST
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sums have one order, whatever is computed beside a token."""
+        return self.numerics == Numerics.EXACT
 
     def in_eight_bits(self, layer: int, num_layers: int) -> bool:
         """Tells whether a layer's matmuls may use 8 bits; first and last layers may be exempt."""
@@ -44,11 +57,28 @@ class Policy:
 
     def to_compute(self, x: jax.Array) -> jax.Array:
         """Casts x to the compute dtype, for a matmul or as an activation."""
-        return x.astype(self.compute)
+        return rounded(x, self.compute) if self.is_exact else x.astype(self.compute)
 
     def to_accum(self, x: jax.Array) -> jax.Array:
         """Casts x to the accum dtype, for a reduction."""
         return x.astype(self.accum)
+
+    def pinned(self, product: jax.Array) -> jax.Array:
+        """Returns a product that no sum behind it is fused with, if numerics are exact."""
+        return pinned(product) if self.is_exact else product
+
+    def added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Adds two activations in the compute dtype."""
+        if not self.is_exact:
+            return x + y
+        return self.to_compute(pinned(self.to_accum(x)) + pinned(self.to_accum(y)))
+
+    def scaled(self, x: jax.Array, factor: float) -> jax.Array:
+        """Multiplies an activation in the compute dtype with a number, rounded to it."""
+        scale = jnp.asarray(factor, x.dtype)
+        if not self.is_exact:
+            return x * scale
+        return self.to_compute(self.pinned(self.to_accum(x) * self.to_accum(scale)))
 
 
 def _policy(param: DTypeLike, compute: DTypeLike) -> Policy:
@@ -65,7 +95,7 @@ POLICIES: dict[PolicyName, Policy] = {
 
 def policy_of(config: PrecisionConfig) -> Policy:
     """Returns the precision policy of a run's config."""
-    policy = POLICIES[config.policy]
+    policy = dataclasses.replace(POLICIES[config.policy], numerics=config.numerics)
     if config.weight_gradients is WeightGradients.COMPUTE:
         policy = dataclasses.replace(policy, gradient=policy.compute)
     if config.weights is StoredWeights.BF16:

@@ -20,6 +20,7 @@ import pallas_kernels
 from jaxinfra.axes import Dims
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.errors import UnsupportedError
+from jaxinfra.numerics.exact import rounded
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
@@ -85,6 +86,16 @@ class Gather(Protocol):
         ...
 
 
+class OrderedProduct(Protocol):
+    """A function of ``exact_product.ordered_einsum``'s arguments, for a device or a mesh."""
+
+    def __call__(
+        self, spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype
+    ) -> jax.Array:
+        """Computes ``einsum(spec, x, weight)``, each row in an order of its own."""
+        ...
+
+
 type AnyWeight = jax.Array | QuantizedWeight | GatheredWeight
 """Weight that a product can multiply activations with."""
 
@@ -99,6 +110,7 @@ def multiply(
     record: jax.Array | None = None,
     dims: Dims | None = None,
     devices: FindDevices = one_device,
+    ordered: OrderedProduct | None = None,
 ) -> Float[Array, "..."]:
     """Computes ``einsum(spec, x, weight)`` in the recipe's dtypes, for any kind of weight or input.
 
@@ -113,8 +125,14 @@ def multiply(
         weight: a quantized weight is a constant (see ``multiply_quantized``); the gradient of a
             gathered weight goes to its shard.
         record, dims, devices: as in ``multiply_fp8``; used only if the recipe has fp8.
+        ordered: product of the forward pass; None: whatever is fastest.
     """
     if isinstance(weight, QuantizedWeight):
+        if ordered is not None:
+            raise UnsupportedError(
+                f"numerics=exact with a weight of {weight.format.code.bits} bits: its products have no fixed "
+                "order; dequantize the model first, or set numerics=fast"
+            )
         x = x.x if isinstance(x, Input) else x
         return multiply_quantized(
             spec, x, weight, recipe=recipe, out=out, is_whole=devices().num == 1
@@ -128,7 +146,8 @@ def multiply(
         return multiply_fp8(
             spec, x, weight, recipe=recipe, out=out, record=record, dims=dims, devices=devices
         )
-    return _einsum(spec, x.x if isinstance(x, Input) else x, weight, recipe=recipe, out=out)
+    x = x.x if isinstance(x, Input) else x
+    return _einsum(spec, x, weight, recipe=recipe, out=out, ordered=ordered)
 
 
 def _einsum(
@@ -138,6 +157,7 @@ def _einsum(
     *,
     recipe: Recipe,
     out: jnp.dtype | None,
+    ordered: OrderedProduct | None,
 ) -> jax.Array:
     """``multiply`` of arrays in the compute dtype, with its gradients."""
     compute, gradient = recipe.compute, recipe.gradient
@@ -153,7 +173,9 @@ def _einsum(
 
     @jax.custom_vjp
     def product(x: jax.Array, share: jax.Array, value: jax.Array) -> jax.Array:
-        return dot(spec, x, value, out or compute)
+        if ordered is None:
+            return dot(spec, x, value, out or compute)
+        return ordered(spec, rounded(x, compute), rounded(value, compute), out=out or compute)
 
     def forward(x: jax.Array, share: jax.Array, value: jax.Array):
         return product(x, share, value), (x, value)
@@ -244,12 +266,14 @@ class Multiply:
     Args:
         devices: function that returns the ``Devices`` of matmuls in 8 bits.
         few_rows: whether to use ``multiply_few_rows``, on one device and without gradients.
+        ordered: product whose rows do not depend on their number, for exact numerics.
         watch: function that is called for each matmul while a program is traced, and may replace
             its input; calibration of quantization records inputs with it.
     """
 
     devices: FindDevices = one_device
     few_rows: bool = False
+    ordered: OrderedProduct | None = None
     watch: WatchInput | None = None
 
     def __call__(
@@ -290,6 +314,7 @@ class Multiply:
             record=record,
             dims=dims,
             devices=self.devices,
+            ordered=self.ordered,
         )
 
     def swiglu(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
 from jaxinfra.config.model import MixerConfig
-from jaxinfra.ops.cached_attention import Pages, cached_attention
+from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.parallel.place import Placement
 
 
@@ -66,6 +66,7 @@ class ShardedDecode:
     """
 
     placement: Placement
+    decode: Callable[..., jax.Array]  # on one device, as ``ops.cached_attention.cached_attention``
 
     def __call__(
         self,
@@ -89,7 +90,7 @@ class ShardedDecode:
 
         def local(q, arrays, tables, layer, positions, sinks) -> jax.Array:
             pages = Pages(arrays=arrays, tables_BM=tables, layer=layer, format=form)
-            return cached_attention(q, pages, config=config, positions_BT=positions, sinks_N=sinks)
+            return self.decode(q, pages, config=config, positions_BT=positions, sinks_N=sinks)
 
         in_specs = (
             q_spec,

@@ -20,9 +20,11 @@ from jaxinfra.model.execution import (
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.attention import attention as self_attention
 from jaxinfra.ops.cached_attention import cached_attention
+from jaxinfra.ops.exact_attention import exact_attention, exact_cached_attention
 from jaxinfra.ops.multiply import Multiply
 from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode
 from jaxinfra.parallel.context.methods import ContextAttention, ContextLatentAttention
+from jaxinfra.parallel.exact import ordered_product
 from jaxinfra.parallel.exchange import ShardedExchange
 from jaxinfra.parallel.fp8 import fp8_devices_on
 from jaxinfra.parallel.gather import WeightAllGather
@@ -80,9 +82,17 @@ def execution_on(
     return Execution(
         policy=policy,
         recomputation=Recomputation(remat=remat, kept=kept, unroll=unroll),
-        multiply=Multiply(devices=fp8_devices_on(placement), few_rows=serves_alone),
+        multiply=Multiply(
+            devices=fp8_devices_on(placement),
+            few_rows=serves_alone and not policy.is_exact,
+            ordered=ordered_product(placement) if policy.is_exact else None,
+        ),
         kernels=kernels_on(
-            placement, attention=attention, context_method=context_method, exchange=exchange
+            placement,
+            attention=attention,
+            context_method=context_method,
+            exchange=exchange,
+            is_exact=policy.is_exact,
         ),
         place=Place() if placement is None else placement.constraint(),
         gather=gather,
@@ -97,14 +107,18 @@ def kernels_on(
     attention: AttentionImplementation = AttentionImplementation.AUTO,
     context_method: ContextMethod = ContextMethod.AUTO,
     exchange: ExchangeConfig | None = None,
+    is_exact: bool = False,
 ) -> Kernels:
     """Returns the functions of one device, or their sharded forms on a mesh of several devices."""
     attend = functools.partial(self_attention, implementation=attention)
+    decode = cached_attention
+    if is_exact:
+        attend, decode = exact_attention, exact_cached_attention
     if placement is None or placement.mesh.size == 1:
         return Kernels(
             attend=attend,
             attend_latents=None,
-            decode=cached_attention,
+            decode=decode,
             lookup=take_rows,
             cross_entropy=TokenLoss(placement=placement),
             exchange=within_device,
@@ -118,7 +132,7 @@ def kernels_on(
     return Kernels(
         attend=attend,
         attend_latents=latents,
-        decode=ShardedDecode(placement=placement),
+        decode=ShardedDecode(placement=placement, decode=decode),
         lookup=ShardedLookup(placement=placement),
         cross_entropy=TokenLoss(placement=placement),
         exchange=ShardedExchange(placement=placement, config=exchange or ExchangeConfig()),

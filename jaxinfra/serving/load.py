@@ -18,7 +18,7 @@ from jaxinfra.config import codec
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.precision import Numerics, PolicyName
 from jaxinfra.config.run import RunConfig
 from jaxinfra.config.validate import check_divides
 from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
@@ -144,6 +144,25 @@ class LoadedModel:
         """Returns this model with a KV cache in another format."""
         old = self.definition
         execution = dataclasses.replace(old.execution, cache_format=form)
+        definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
+        return dataclasses.replace(self, definition=definition)
+
+    def with_numerics(self, numerics: Numerics) -> "LoadedModel":
+        """Returns this model with sums as fast as they can be, or exact.
+
+        Raises:
+            ConfigError, UnsupportedError: exact numerics of a layer or a mesh that has none.
+
+        Examples:
+            >>> model = jaxinfra.load("runs/mine").with_numerics("exact")
+        """
+        old = self.definition
+        if old.execution.policy.numerics == numerics:
+            return self
+        policy = dataclasses.replace(old.execution.policy, numerics=Numerics(numerics))
+        execution = execution_on(
+            self.placement, policy=policy, cache_format=old.execution.cache_format
+        )
         definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
         return dataclasses.replace(self, definition=definition)
 

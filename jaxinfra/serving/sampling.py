@@ -384,6 +384,7 @@ def sample(
     needs: SamplingNeeds,
     history: TokenHistory | None = None,
     allowed_BW: UInt32[Array, "B W"] | None = None,
+    total_B1: Float[Array, "B 1"] | None = None,
 ) -> Sampled:
     """Samples one token id per row; it depends on the row's own logits, key, settings and history.
 
@@ -394,6 +395,7 @@ def sample(
         history: the rows' earlier tokens, if penalties are needed.
         allowed_BW: bit ``i % 32`` of word ``i // 32`` is 1 if token i may be sampled; None: all
             tokens may.
+        total_B1: as in ``log_probabilities``.
     """
     given_BV = logits_BV
     if allowed_BW is not None:
@@ -412,7 +414,7 @@ def sample(
         ids_B = _drawn(logits_BV, largest_B[:, None], greedy_B, keys_B, rows, cuts=needs.cuts)
     logprobs = None
     if needs.logprobs is not None:
-        logprobs = log_probabilities(given_BV, ids_B, num_top=needs.logprobs)
+        logprobs = log_probabilities(given_BV, ids_B, num_top=needs.logprobs, total_B1=total_B1)
     ids_B = jnp.where(jnp.isfinite(largest_B), ids_B, NO_TOKEN)
     return Sampled(ids_B=ids_B, logprobs=logprobs, is_finite_B=is_finite_B)
 
@@ -462,10 +464,19 @@ def _drawn(
 
 
 def log_probabilities(
-    logits_BV: Float[Array, "B V"], ids_B: Int[Array, "B"], *, num_top: int
+    logits_BV: Float[Array, "B V"],
+    ids_B: Int[Array, "B"],
+    *,
+    num_top: int,
+    total_B1: Float[Array, "B 1"] | None = None,
 ) -> LogProbabilities:
-    """Computes log-probabilities of the given ids, and of each row's ``num_top`` likeliest ones."""
-    total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+    """Computes log-probabilities of the given ids, and of each row's ``num_top`` likeliest ones.
+
+    Args:
+        total_B1: logsumexp of each row's logits, if it is known already.
+    """
+    if total_B1 is None:
+        total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     chosen_B1 = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1) - total_B1
     top_BK, top_ids_BK = _most_likely(logits_BV, num_top)
     return LogProbabilities(

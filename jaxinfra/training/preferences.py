@@ -18,6 +18,7 @@ from jaxinfra.data.pairs import BAD
 from jaxinfra.data.whole_rows import MOST_PAIRS
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
+from jaxinfra.numerics.exact import ordered_logsumexp
 
 _SUREST = -1e-6
 """Largest mean log probability in ORPO's odds, which are infinite at probability 1."""
@@ -357,6 +358,8 @@ def _log_probabilities(
     def some(hidden_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         logits_BTV = decoder.logits(hidden_BTD)
         at_BT1 = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)
+        if model.execution.policy.is_exact:
+            return (at_BT1 - ordered_logsumexp(logits_BTV))[..., 0]
         return at_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=-1)
 
     with jax.named_scope("loss"):

@@ -23,6 +23,7 @@ from jaxinfra.model.decoder import Decoder, KVCache
 from jaxinfra.model.empty_cache import empty_state
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.recurrence import settled
+from jaxinfra.numerics.exact import ordered_logsumexp
 from jaxinfra.serving.engine.inputs import RowInputs
 from jaxinfra.serving.sampling import (
     MOST_LOGPROBS,
@@ -183,11 +184,12 @@ def score(
 ) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None, LogProbabilities], DeviceState]:
     """Runs ``step``, and also computes log-probabilities of each row's target tokens."""
     x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=False)
-    logits_BTV = _logits(_model(weights, rows, config), x_BTD, config)
+    logits_BTV, total_BT1 = _logits(_model(weights, rows, config), x_BTD, config)
     of_prompt = log_probabilities(
         logits_BTV.reshape(-1, logits_BTV.shape[-1]),
         targets_BT.reshape(-1),
         num_top=MOST_LOGPROBS,
+        total_B1=None if total_BT1 is None else total_BT1.reshape(-1, 1),
     )
     drawn, state = _drawn(weights, state, rows, x_BTD, config=config, is_full=True)
     return (*drawn, of_prompt), state
@@ -232,18 +234,19 @@ def _drawn(
     model = _model(weights, rows, config)
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B11 = jnp.maximum(rows.field("count") - 1, 0)[:, None, None]
-    logits_BV = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)[:, 0]
+    logits_B1V, total_B11 = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)
     needs, allowed_BW, history = _PLAIN, None, None
     if is_full:
         needs, allowed_BW = _FULL, _allowed(state, rows)
         history, state = _history(state, rows)
     drawn = sample(
-        logits_BV,
+        logits_B1V[:, 0],
         _keys(rows, offset=0),
         rows=rows.sampling,
         needs=needs,
         history=history,
         allowed_BW=allowed_BW,
+        total_B1=None if total_B11 is None else total_B11[:, 0],
     )
     tokens_B = jnp.where(drawn.is_finite_B, drawn.ids_B, NO_TOKEN)
     slots_B = jnp.where(rows.field("is_sampled") != 0, rows.field("slot"), state.last_S.shape[0])
@@ -286,7 +289,7 @@ def verify(
     positions_BT = _positions(rows, length)
     cache = _cache(model, state.pools, rows, states=state.states, is_tentative=True)
     x_BTD, cache = _run(model, cache, ids_BT, positions_BT, rows)
-    logits_BTV = _logits(model, x_BTD, config)
+    logits_BTV, _ = _logits(model, x_BTD, config)
     is_there_BT = positions_BT >= 0
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BTV) | ~is_there_BT[:, :, None], axis=(1, 2))
     logits_BTV = jnp.where(is_there_BT[:, :, None], logits_BTV, 0.0)
@@ -420,7 +423,7 @@ def _drafted(
         positions_B1 = jnp.where(is_there_B, rows.field("start") + offset, -1)[:, None]
         x_B1D, cache = _run(draft, _cache(draft, pools, rows), ids_B[:, None], positions_B1, rows)
         pools, _ = _stored(draft, cache)
-        logits_BV = _logits(draft, x_B1D, config)[:, 0]
+        logits_BV = _logits(draft, x_B1D, config)[0][:, 0]
         # Drafts that are not finite are judged as any others.
         logits_BV = jnp.where(jnp.isfinite(logits_BV), logits_BV, 0.0)
         keys_B = _keys(rows, offset=offset)
@@ -431,10 +434,16 @@ def _drafted(
     return ids_TB.T, pools
 
 
-def _logits(model: Decoder, x_BTD: jax.Array, config: ProgramConfig) -> jax.Array:
-    logits_BTV = model.logits(x_BTD)[..., : config.num_ids]
+def _logits(
+    model: Decoder, x_BTD: jax.Array, config: ProgramConfig
+) -> tuple[jax.Array, jax.Array | None]:
+    """Logits of the ids that may be sampled and, for exact numerics, the logsumexp of all."""
+    logits_BTV, total_BT1 = model.logits(x_BTD), None
+    if model.execution.policy.is_exact:
+        total_BT1 = ordered_logsumexp(logits_BTV)
+    logits_BTV = logits_BTV[..., : config.num_ids]
     # Where devices have parts of the vocabulary: a draw is over all of it.
-    return model.execution.place(logits_BTV, (axes.BATCH, None, None))
+    return model.execution.place(logits_BTV, (axes.BATCH, None, None)), total_BT1
 
 
 def _allowed(state: DeviceState, rows: RowInputs) -> jax.Array:

@@ -1,0 +1,129 @@
+"""Log-probabilities of the same completions by an engine and by a training program."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.config.precision import Numerics, PolicyName, PrecisionConfig
+from jaxinfra.model.definition import ModelDefinition, Parameters
+from jaxinfra.numerics.policy import Policy, policy_of
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.training.preferences import target_values
+
+SHARED = (7, 31, 12, 5, 44, 9, 23, 18, 2)  # first tokens of two prompts
+PROMPTS = ((3, 50, 4), (*SHARED, 61, 8), tuple(range(1, 38)), (*SHARED, 5), (17,))
+NEW = 8  # tokens of each completion
+
+SMALL_CHUNKS = EngineOptions(
+    max_running=3,
+    page_size=4,
+    num_pages=16,  # too few for three requests of their full length
+    max_step_tokens=20,
+    chunk_sizes=(8,),
+    max_piece_rows=1,
+)
+"""Prompts in chunks, few pages, prefixes shared."""
+
+WHOLE_PROMPTS = EngineOptions(
+    max_running=5,
+    page_size=16,
+    max_step_tokens=160,
+    chunk_sizes=(64,),
+    max_context=64,
+    share_prefixes=False,
+)
+"""Each prompt at once, all requests side by side."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A prompt, the tokens after it and the log-probability of each."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    scores: np.ndarray
+
+
+def policy(name: PolicyName, numerics: Numerics = Numerics.EXACT) -> Policy:
+    """The policy of a run with these settings."""
+    return policy_of(PrecisionConfig(policy=name, numerics=numerics))
+
+
+def random_parameters(definition: ModelDefinition) -> Parameters:
+    """Parameters large enough that completions differ."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype), definition.arrays
+    )
+
+
+def sampled(engine: Engine, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[Completion]:
+    """Completions at temperature 1; the prompt decides the draws, not its place."""
+    requests = [
+        GenerationRequest(
+            prompt_ids=prompt,
+            max_new_tokens=NEW,
+            sampling=SamplingConfig(temperature=1.0, logprobs=0),
+            seed=1,
+            choice=PROMPTS.index(prompt),
+        )
+        for prompt in prompts
+    ]
+    found = []
+    for prompt, came in zip(prompts, engine.run(requests), strict=True):
+        assert came[-1].error is None, came[-1].error
+        scores = [score.logprob for each in came for score in each.scores]
+        tokens = tuple(token for each in came for token in each.tokens)
+        found.append(Completion(prompt=prompt, tokens=tokens, scores=np.array(scores, np.float32)))
+    return found
+
+
+def trained_scores(
+    definition: ModelDefinition, tree: Parameters, completions: Sequence[Completion]
+) -> list[np.ndarray]:
+    """Log-probabilities as a training program computes them beside its gradient, of packed rows in
+    another order.
+    """
+    length, num_rows = 64, 4
+    arrays = {name: np.zeros((num_rows, length), np.int32) for name in ("ids", "to", "at")}
+    segments = np.full((num_rows, length), -1, np.int32)
+    row, column, places = 0, 0, {}
+    for number in reversed(range(len(completions))):
+        text = (*completions[number].prompt, *completions[number].tokens)
+        count = len(text) - 1
+        if column + count > length:
+            row, column = row + 1, 0
+        here = (row, slice(column, column + count))
+        arrays["ids"][here], arrays["to"][here] = text[:-1], text[1:]
+        arrays["at"][here], segments[here] = np.arange(count), number
+        places[number] = row, column + len(completions[number].prompt) - 1
+        column += count
+
+    def loss(tree, ids_BT, targets_BT, positions_BT, segments_BT):
+        decoder = definition.bind(tree)
+        hidden = decoder.hidden(ids_BT, segment_ids=segments_BT, positions=positions_BT)
+        each_BT = target_values(definition, tree, hidden, targets_BT)
+        return jnp.sum(jnp.where(segments_BT >= 0, each_BT, 0.0)), each_BT
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, each_BT), gradients = step(tree, *arrays.values(), segments)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    each_BT = np.asarray(each_BT)
+    return [
+        each_BT[places[i][0], places[i][1] : places[i][1] + len(found.tokens)]
+        for i, found in enumerate(completions)
+    ]
+
+
+def num_different(completions: Sequence[Completion], scores: Sequence[np.ndarray]) -> int:
+    """Number of log-probabilities whose bits differ."""
+    return sum(
+        int((found.scores.view(np.int32) != each.view(np.int32)).sum())
+        for found, each in zip(completions, scores, strict=True)
+    )

@@ -1,0 +1,112 @@
+"""Exact numerics: an engine's log-probabilities are the trainer's, to the last bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.precision import Fp8Matmuls, Numerics, PolicyName, PrecisionConfig
+from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.model.definition import define_model
+from jaxinfra.ops.exact_attention import exact_attention
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+from jaxinfra.serving.engine.engine import Engine
+from tests.exact_scores import (
+    PROMPTS,
+    SMALL_CHUNKS,
+    WHOLE_PROMPTS,
+    num_different,
+    policy,
+    random_parameters,
+    sampled,
+    trained_scores,
+)
+from tests.small_models import dense
+
+WINDOWED = {"window": 5, "sinks": True, "logit_soft_cap": 4.0}
+
+
+def made(config, name=PolicyName.FP32, numerics=Numerics.EXACT):
+    definition = define_model(config, execution_on(policy=policy(name, numerics)))
+    return definition, random_parameters(definition)
+
+
+# Wide enough that libraries cut the sums of fp32 products differently by the number of rows.
+WIDE = {"hidden_dim": 352, "vocab_size": 72, "tie_embeddings": False}
+
+
+def test_scores_of_an_engine_are_those_of_training():
+    config = dense(attention=WINDOWED, **WIDE)
+    definition, tree = made(config, PolicyName.BF16)
+    engine = Engine(definition.bind(tree), options=SMALL_CHUNKS)
+    found = sampled(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert num_different(found, trained_scores(definition, tree, found)) == 0
+    fast = define_model(config, execution_on(policy=policy(PolicyName.BF16, Numerics.FAST)))
+    assert num_different(found, trained_scores(fast, tree, found)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [{}, WINDOWED], ids=["dense", "windows"])
+@pytest.mark.parametrize("name", [PolicyName.FP32, PolicyName.BF16], ids=["fp32", "bf16"])
+def test_tokens_and_scores_do_not_depend_on_what_is_beside_them(name, attention):
+    definition, tree = made(dense(attention=attention, **WIDE), name)
+    found = sampled(Engine(definition.bind(tree), options=SMALL_CHUNKS))
+    other = Engine(definition.bind(tree), options=WHOLE_PROMPTS)
+    again = {each.prompt: each for each in sampled(other, PROMPTS[::-1])}
+    assert [again[each.prompt].tokens for each in found] == [each.tokens for each in found]
+    assert num_different(found, [again[each.prompt].scores for each in found]) == 0
+    assert num_different(found, trained_scores(definition, tree, found)) == 0
+
+
+def test_attention_of_packed_documents_is_that_of_each_alone():
+    config = dense(attention=WINDOWED).blocks[0].mixer
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 64, n, 8)), jnp.float32) for n in (4, 2, 2))
+    sinks = jnp.asarray(rng.normal(size=4), jnp.float32)
+    segments = np.repeat([0, 1, -1, 2], [21, 35, 3, 5])[None].astype(np.int32)
+
+    def attend(part, ids):
+        arrays = (x[:, part] for x in (q, k, v))
+        return exact_attention(*arrays, config=config, segment_ids_BT=ids, sinks_N=sinks)
+
+    packed = attend(slice(None), jnp.asarray(segments))
+    for number in (0, 1, 2):
+        (places,) = np.nonzero(segments[0] == number)
+        part = slice(places[0], places[-1] + 1)
+        assert np.array_equal(packed[:, part], attend(part, None))
+    assert not np.any(packed[:, segments[0] < 0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"attention": {"chunk": 8}}, "chunk=8"),
+        ({"attention": {"out_gate": True}}, "out_gate"),
+    ],
+)
+def test_a_layer_without_an_exact_form_is_refused(changed, named):
+    with pytest.raises(ConfigError, match=f"numerics=exact with.*{named}.*set numerics=fast"):
+        made(dense(**changed))
+
+
+def test_a_cache_in_few_bits_and_fp8_are_refused():
+    execution = execution_on(policy=policy(PolicyName.BF16), cache_format=CacheFormat.INT8)
+    with pytest.raises(ConfigError, match="cache=int8"):
+        define_model(dense(), execution)
+    with pytest.raises(ConfigError, match="numerics=exact with fp8"):
+        PrecisionConfig(policy=PolicyName.BF16, numerics=Numerics.EXACT, fp8=Fp8Matmuls())
+
+
+def test_a_mesh_that_splits_sums_is_refused():
+    placement = Placement(
+        mesh=make_mesh(MeshConfig(tensor=2), devices=jax.devices()[:2])
+    )
+    with pytest.raises(UnsupportedError, match="mesh with tensor=2.*replica or fsdp"):
+        execution_on(placement, policy=policy(PolicyName.FP32))
