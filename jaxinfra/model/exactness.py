@@ -30,7 +30,7 @@ def check_exact(config: ModelConfig, execution: Execution) -> None:
 
 
 def _reasons(block: BlockConfig) -> Iterator[str]:
-    """What in a block has no exact form."""
+    """Names the parts of a block that have no exact form."""
     mixer, feed = block.mixer, block.feed_forward
     if not isinstance(mixer, GroupedAttentionConfig):
         yield f"mixer {type(mixer).__name__}, whose sums follow the length of a chunk"

@@ -26,7 +26,9 @@ from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
 QUERIES, KEYS = 16, 32  # of a block
-_NOTHING = -1e30  # largest score of a query that has seen no key; finite, so that no NaN comes of it
+_NOTHING = (
+    -1e30
+)  # largest score of a query that has seen no key; finite, so that no NaN comes of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +127,7 @@ def _block(
         end: number of the sequence's keys.
         sinks_N: logits without values; -inf or None for none.
     """
-    num_heads, width = q_QNH.shape[1:]
+    _num_heads, width = q_QNH.shape[1:]
     k_CKH, _ = jax.eval_shape(keys_at, jax.ShapeDtypeStruct((), jnp.int32))
     num_kv_heads = k_CKH.shape[1]
     q_KGQH = jnp.moveaxis(q_QNH.reshape(QUERIES, num_kv_heads, -1, width), 0, 2)
@@ -152,9 +154,7 @@ def _block(
         values = pinned_einsum(
             "KGQC,CKH->KGQH", rounded(weights_KGQC, v_CKH.dtype), v_CKH, result=ACCUMULATOR
         )
-        total_KGQ1 = pinned(decay_KGQ1 * total_KGQ1) + jnp.sum(
-            weights_KGQC, axis=-1, keepdims=True
-        )
+        total_KGQ1 = pinned(decay_KGQ1 * total_KGQ1) + jnp.sum(weights_KGQC, axis=-1, keepdims=True)
         return new_KGQ1, total_KGQ1, pinned(decay_KGQ1 * out_KGQH) + values
 
     shape = q_KGQH.shape[:3]

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.exact import by_tiles, rounded
-from jaxinfra.numerics.recipe import Recipe
 from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
@@ -56,7 +55,7 @@ def _product(x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
     """The product in fp32, by tiles of rows."""
     if device.target().is_gpu:
         raise UnsupportedError(
-            f"numerics=exact on {device.target().kind}: its products are of one order on CPUs only; "
+            f"numerics=exact on {device.target().kind}: its products have one order on CPUs only; "
             "set numerics=fast"
         )
     product = functools.partial(pinned_einsum, "RK,KN->RN", result=ACCUMULATOR)

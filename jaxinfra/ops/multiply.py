@@ -89,9 +89,7 @@ class Gather(Protocol):
 class OrderedProduct(Protocol):
     """A function of ``exact_product.ordered_einsum``'s arguments, for a device or a mesh."""
 
-    def __call__(
-        self, spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype
-    ) -> jax.Array:
+    def __call__(self, spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype) -> jax.Array:
         """Computes ``einsum(spec, x, weight)``, each row in an order of its own."""
         ...
 
@@ -130,8 +128,8 @@ def multiply(
     if isinstance(weight, QuantizedWeight):
         if ordered is not None:
             raise UnsupportedError(
-                f"numerics=exact with a weight of {weight.format.code.bits} bits: its products have no fixed "
-                "order; dequantize the model first, or set numerics=fast"
+                f"numerics=exact with a weight of {weight.format.code.bits} bits: its products have "
+                "no fixed order; dequantize the model first, or set numerics=fast"
             )
         x = x.x if isinstance(x, Input) else x
         return multiply_quantized(

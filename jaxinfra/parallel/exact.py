@@ -25,9 +25,7 @@ class ShardedProduct:
 
     placement: Placement
 
-    def __call__(
-        self, spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype
-    ) -> jax.Array:
+    def __call__(self, spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype) -> jax.Array:
         """Computes ``einsum(spec, x, weight)``, sharded as x; weights are gathered before."""
         place = self.placement
         x_dims, weight_dims = spec.split("->")[0].split(",")

@@ -64,16 +64,8 @@ def execution_on(
         UnsupportedError: packed weights with heads sharded over devices, or with 8-bit matmuls.
     """
     packed = decode_form is not None and decode_form.packed
-    if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):
-        raise UnsupportedError(
-            "packed projections in 8 bits: their scales are those of projections apart; leave "
-            "packed=False, or serve in the policy's 16 bits"
-        )
-    if packed and placement is not None and placement.head_shards > 1:
-        raise UnsupportedError(
-            f"packed projections over {placement.head_shards} devices: a device's part of the "
-            "packed heads is not its part of queries, keys and values; leave packed=False"
-        )
+    if packed:
+        _check_packed(policy, placement)
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
     gather = None
@@ -99,6 +91,25 @@ def execution_on(
         cache_format=cache_format,
         decode_form=decode_form,
     )
+
+
+def _check_packed(policy: Policy, placement: Placement | None) -> None:
+    """Raises UnsupportedError if projections of one input cannot be one product."""
+    if policy.is_exact:
+        raise UnsupportedError(
+            "packed projections with numerics=exact: a product's order of sums is that of its own "
+            "columns; leave packed=False"
+        )
+    if any(recipe.fp8 is not None for _, recipe in policy.sites):
+        raise UnsupportedError(
+            "packed projections in 8 bits: their scales are those of projections apart; leave "
+            "packed=False, or serve in the policy's 16 bits"
+        )
+    if placement is not None and placement.head_shards > 1:
+        raise UnsupportedError(
+            f"packed projections over {placement.head_shards} devices: a device's part of the "
+            "packed heads is not its part of queries, keys and values; leave packed=False"
+        )
 
 
 def kernels_on(

@@ -45,6 +45,7 @@ class Sampler:
         assert config.rl is not None
         self._rl, self._tokenizer = config.rl, tokenizer
         numbers = as_kept(POLICIES[config.precision.policy], config.precision)
+        numbers = dataclasses.replace(numbers, numerics=config.precision.numerics)
         if config.lora is not None:
             numbers = stored_as_computed(numbers)
         self._placement = serving_placement(config.model, None)

@@ -188,7 +188,7 @@ class LoadedModel:
         if not is_unrolled or definition.lora is not None or in_8_bits:
             return self.decoder
         is_whole = self.placement is None or self.placement.head_shards == 1
-        is_packed = is_whole and can_pack(self.parameters)
+        is_packed = is_whole and can_pack(self.parameters) and not policy.is_exact
         execution = execution_on(
             self.placement,
             policy=policy,

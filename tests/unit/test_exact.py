@@ -1,7 +1,5 @@
 """Exact numerics: an engine's log-probabilities are the trainer's, to the last bit."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,8 +103,6 @@ def test_a_cache_in_few_bits_and_fp8_are_refused():
 
 
 def test_a_mesh_that_splits_sums_is_refused():
-    placement = Placement(
-        mesh=make_mesh(MeshConfig(tensor=2), devices=jax.devices()[:2])
-    )
-    with pytest.raises(UnsupportedError, match="mesh with tensor=2.*replica or fsdp"):
+    placement = Placement(mesh=make_mesh(MeshConfig(tensor=2), devices=jax.devices()[:2]))
+    with pytest.raises(UnsupportedError, match=r"mesh with tensor=2.*replica or fsdp"):
         execution_on(placement, policy=policy(PolicyName.FP32))
