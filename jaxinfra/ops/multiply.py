@@ -128,8 +128,8 @@ def multiply(
     if isinstance(weight, QuantizedWeight):
         if ordered is not None:
             raise UnsupportedError(
-                f"numerics=exact with a weight of {weight.format.code.bits} bits: its products have "
-                "no fixed order; dequantize the model first, or set numerics=fast"
+                f"numerics=exact with a weight of {weight.format.code.bits} bits, whose products "
+                "have no fixed order; dequantize the model first, or set numerics=fast"
             )
         x = x.x if isinstance(x, Input) else x
         return multiply_quantized(
