@@ -7,6 +7,7 @@ checksum and the serialized executable, and is written whole or not at all.
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -73,6 +74,8 @@ class ProgramStore:
         data = self._read(name)
         if data is None:
             return None
+        if devices[0].platform == "gpu":
+            _find_runtime()
         try:
             serialized, out_tree = pickle.loads(data)
             return serialize_executable.deserialize_and_load(
@@ -175,6 +178,12 @@ class Noted:
         """Writes the number for later starts."""
         if self._store is not None:
             self._store.note(self._name, value)
+
+
+@functools.cache
+def _find_runtime() -> None:
+    """Lets XLA find the library that stored Mosaic kernels call; tracing one does it, too."""
+    importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 def program_name(devices: Sequence[jax.Device], *parts: object) -> str:

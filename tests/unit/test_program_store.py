@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +71,32 @@ def test_a_damaged_file_is_compiled_again_and_said(tmp_path, caplog):
     third = made(ProgramStore(tmp_path))
     third.make(KEYS[:1])
     assert third.num_loaded == 1
+
+
+_OF_A_KERNEL = """
+import functools, pathlib, sys
+import jax, jax.numpy as jnp
+from jaxinfra.serving.engine.program_set import Prepared, ProgramKey, ProgramSet
+from jaxinfra.serving.program_store import ProgramStore
+from pallas_kernels.few_rows_matmul import few_rows_matmul
+key = ProgramKey(name="step", rows=8)
+given = jnp.ones((8, 1024), jnp.bfloat16), jnp.ones((1024, 1024), jnp.bfloat16)
+prepared = Prepared(functools.partial(few_rows_matmul, implementation="hopper"), given)
+store, devices = ProgramStore(pathlib.Path(sys.argv[1])), jax.local_devices()[:1]
+programs = ProgramSet(lambda _: prepared, devices=devices, model=["a"], store=store)
+programs.make([key])
+print(programs.num_loaded, float(programs.get(key)(*given)[0, 0]))
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_that_traces_no_kernel_loads_one(tmp_path):
+    command = [sys.executable, "-c", _OF_A_KERNEL, str(tmp_path)]
+    said = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    ]
+    assert said == [["0", "1024.0"], ["1", "1024.0"]]
 
 
 def test_the_files_used_longest_ago_are_deleted(tmp_path):

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.bench.environment import environment
 from jaxinfra.checkpoint.tensor_files import write_tensor_files
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import bytes_tokenizer
@@ -135,7 +136,7 @@ def written(name: str, place: pathlib.Path) -> pathlib.Path:
     directory = place / name
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(values))
-    bytes_tokenizer().save(directory / "tokenizer.json")
+    _write_tokens(directory / "tokenizer.json", config.vocab_size)
     write_tensor_files(
         directory,
         {
@@ -145,6 +146,15 @@ def written(name: str, place: pathlib.Path) -> pathlib.Path:
         max_shard_bytes=4 << 30,
     )
     return directory
+
+
+def _write_tokens(file: pathlib.Path, number: int) -> None:
+    """Writes a tokenizer of this many tokens: bytes, and digits that no text is encoded as."""
+    bytes_tokenizer().save(file)
+    content = json.loads(file.read_text())
+    content["model"]["vocab"] |= {f"{token:06d}": token for token in range(256, number - 1)}
+    content["added_tokens"][0]["id"] = number - 1  # the separator comes last
+    file.write_text(json.dumps(content))
 
 
 def main() -> None:
@@ -157,15 +167,17 @@ def main() -> None:
     args, options = parser.parse_known_args()
     place = args.place or pathlib.Path(tempfile.mkdtemp())
     directories = [*args.directories, *(written(name, place) for name in args.models)]
-    results = []
-    for directory in directories:
-        cache = pathlib.Path(tempfile.mkdtemp())
-        for kind in ("cold", "again"):
-            results.append(dataclasses.asdict(measure(directory, cache, kind, options)))
-            print(json.dumps(results[-1]), flush=True)
-        shutil.rmtree(cache)
-    if args.out is not None:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    try:
+        for directory in directories:
+            cache = pathlib.Path(tempfile.mkdtemp())
+            for kind in ("cold", "again"):
+                rows.append(dataclasses.asdict(measure(directory, cache, kind, options)))
+                print(json.dumps(rows[-1]), flush=True)
+            shutil.rmtree(cache)
+    finally:
+        if args.out is not None:  # only now: asking for the device takes memory of it
+            args.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
