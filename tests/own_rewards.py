@@ -46,6 +46,13 @@ def answering(turns, *, prompt, row):
 
 
 @jaxinfra.part
+def after_a_reply(turns, *, prompt, row):
+    """Asks back once; then some reward by the number of characters."""
+    del prompt, row
+    return "?" if len(turns) == 1 else 0.1 * (len(turns[-1]) % 3)
+
+
+@jaxinfra.part
 def by_length(completion, *, prompt, row):
     """Some reward by the number of characters; none for one of the prompts."""
     del row

@@ -14,7 +14,7 @@ class Algorithm(enum.StrEnum):
 
     Examples:
         >>> [str(each) for each in jaxinfra.Algorithm]
-        ['grpo', 'dr_grpo', 'dapo', 'gspo', 'rloo', 'reinforce++']
+        ['grpo', 'dr_grpo', 'dapo', 'gspo', 'rloo', 'reinforce++', 'ppo']
     """
 
     GRPO = "grpo"  # Shao et al. 2024 (DeepSeekMath), section 4.1
@@ -23,6 +23,7 @@ class Algorithm(enum.StrEnum):
     GSPO = "gspo"  # Zheng et al. 2025, equations 5 to 7
     RLOO = "rloo"  # Ahmadian et al. 2024, equation 8
     REINFORCE_PLUS_PLUS = "reinforce++"  # Hu 2025; global normalization of rewards
+    PPO = "ppo"  # Schulman et al. 2017, with a linear value head
 
 
 class Baseline(enum.StrEnum):
@@ -32,6 +33,7 @@ class Baseline(enum.StrEnum):
     GROUP_MEAN = "group_mean"  # r - mean of the group
     LEAVE_ONE_OUT = "leave_one_out"  # r - mean of the group's others
     BATCH_STANDARD = "batch_standard"  # (r - mean of all) / standard deviation of all
+    VALUE = "value"  # generalized advantage estimates of each token, standardized over all
 
 
 class Ratio(enum.StrEnum):
@@ -94,6 +96,9 @@ _RECIPES = {
     ),
     Algorithm.REINFORCE_PLUS_PLUS: _Recipe(
         baseline=Baseline.BATCH_STANDARD, ratio=Ratio.TOKEN, mean=Mean.TOKEN, clip=(0.2, 0.2)
+    ),
+    Algorithm.PPO: _Recipe(
+        baseline=Baseline.VALUE, ratio=Ratio.TOKEN, mean=Mean.TOKEN, clip=(0.2, 0.2)
     ),
 }
 
@@ -177,6 +182,7 @@ class RlConfig:
     mean: Mean | None = None  # weights of tokens in the loss; None: the algorithm's
     advantage: str | None = None  # your own function by name: rewards to advantages
     loss: str | None = None  # your own function by name: each token's loss
+    gae_lambda: float | None = None  # of ppo's advantage estimates, in [0, 1]; None: 0.95
     kl: float = 0.0  # weight of the KL divergence to the start model; 0: there is no reference
     # Cap of the ratio between the probabilities of trainer and engine, by which losses are weighed.
     importance_cap: float = 2.0
@@ -233,11 +239,22 @@ class RlConfig:
         self._check_group()
 
     def _check_group(self) -> None:
-        compares = self.advantage is None and self.baseline is not Baseline.BATCH_STANDARD
-        if compares and self.group_size < 2:
+        alone = (Baseline.BATCH_STANDARD, Baseline.VALUE)
+        if self.advantage is None and self.baseline not in alone and self.group_size < 2:
             raise ConfigError(
                 f"rl.group_size={self.group_size} with algorithm={self.algorithm}: it compares "
-                "completions of one prompt; take at least 2, or reinforce++"
+                "completions of one prompt; take at least 2, reinforce++ or ppo"
+            )
+        if self.baseline is Baseline.VALUE and self.advantage is not None:
+            raise ConfigError(
+                f"rl.advantage={self.advantage!r} with algorithm=ppo, whose value head estimates "
+                "advantages; take another algorithm, or leave it out"
+            )
+        given = self.gae_lambda
+        if given is not None and not (self.algorithm == Algorithm.PPO and 0.0 <= given <= 1.0):
+            raise ConfigError(
+                f"rl.gae_lambda={given} with algorithm={self.algorithm}: it is a number in [0, 1] "
+                "of ppo"
             )
         is_penalty = self.overlong == Overlong.PENALTY
         if is_penalty != (self.overlong_tokens > 0) or self.overlong_tokens > self.max_new_tokens:
@@ -256,6 +273,11 @@ class RlConfig:
     def baseline(self) -> Baseline:
         """The algorithm's rule for advantages."""
         return _RECIPES[self.algorithm].baseline
+
+    @property
+    def gae_lambda_or_default(self) -> float:
+        """Lambda of ppo's advantage estimates: the given one, or 0.95."""
+        return 0.95 if self.gae_lambda is None else self.gae_lambda
 
     @property
     def ratio(self) -> Ratio:

@@ -31,7 +31,8 @@ def advantages(
     Args:
         rewards_PG: rewards of each group; entries that are not valid are ignored.
         is_valid_PG: which completions have a reward.
-        config: names the algorithm, or an own function ``(rewards, is_valid) -> advantages``.
+        config: names the algorithm (not ppo), or an own function ``(rewards, is_valid) ->
+            advantages``.
 
     Returns:
         Advantages, 0 where there is no reward.

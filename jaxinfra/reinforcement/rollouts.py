@@ -17,7 +17,7 @@ from jaxtyping import Int64
 
 from jaxinfra.checkpoint.run_directory import RunDirectory, write_atomically
 from jaxinfra.config.data import OWN_SOURCE
-from jaxinfra.config.rl import Overlong, RlConfig, ZeroVariance
+from jaxinfra.config.rl import Baseline, Overlong, RlConfig, ZeroVariance
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.batch import Batch, Rollout
 from jaxinfra.data.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ from jaxinfra.reinforcement.advantages import (
     overlong_penalty,
     token_shares,
 )
+from jaxinfra.reinforcement.critic import Critic
 from jaxinfra.reinforcement.prompts import prompts_of, read_prompts
 from jaxinfra.reinforcement.reference import Reference
 from jaxinfra.reinforcement.rewards import Failure
@@ -67,10 +68,20 @@ class RolloutData(PolicyData):
 class _Sampled:
     """A rollout: NumPy arrays of all its rows, and what its record says."""
 
-    batch: Batch[np.ndarray]  # with the whole rollout's rows; ``share`` is made for each step
+    batch: Batch[np.ndarray]  # of all rows; each step makes ``share`` and ``weights`` from it
     counts_R: np.ndarray  # which completions count in the loss
     lengths_R: np.ndarray
     record: dict[str, float]
+
+    def rows(self, rows: slice, rl: RlConfig) -> Batch[np.ndarray]:
+        """Returns the batch of a step."""
+        batch, counts_R = jax.tree.map(lambda x: x[rows], self.batch), self.counts_R[rows]
+        shares_R = token_shares(self.lengths_R[rows], counts_R, rl)
+        share = (shares_R[:, None] * batch.weights).astype(np.float32)
+        # If no completion counts, the loss is 0 times all tokens, not 0 / 0.
+        weights = batch.weights * counts_R[:, None] if counts_R.any() else batch.weights
+        rollout = dataclasses.replace(batch.rollout, share=share)
+        return dataclasses.replace(batch, weights=weights.astype(np.float32), rollout=rollout)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the arrays as lists; float32 numbers survive JSON to the bit."""
@@ -130,6 +141,7 @@ class RolloutBatches(PolicyBatches):
             config, tokenizer, num_rows=self._num_rows, is_over=lambda: self._is_closed
         )
         self._reference = Reference.of(job)
+        self._critic = Critic(job) if config.rl.baseline is Baseline.VALUE else None
         self._said: set[str] = set()
         self._rollouts: collections.OrderedDict[int, _Sampled] = collections.OrderedDict()
 
@@ -152,12 +164,8 @@ class RolloutBatches(PolicyBatches):
         number, part = divmod(step, self._rl.steps_per_rollout)
         if number not in self._rollouts:
             raise DataError(f"the completions of step {step + 1} are gone; the run goes on")
-        sampled, size = self._rollouts[number], self._config.training.batch_size
-        rows = slice(part * size, (part + 1) * size)
-        batch = jax.tree.map(lambda x: x[rows], sampled.batch)
-        shares_R = token_shares(sampled.lengths_R[rows], sampled.counts_R[rows], self._rl)
-        share = (shares_R[:, None] * batch.weights).astype(np.float32)
-        return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, share=share))
+        size = self._config.training.batch_size
+        return self._rollouts[number].rows(slice(part * size, (part + 1) * size), self._rl)
 
     @override
     def sample_ids(self, step: int) -> Int64[np.ndarray, "B"]:
@@ -172,14 +180,17 @@ class RolloutBatches(PolicyBatches):
     def state(self, step: int | None = None) -> dict[str, Any]:
         step = self.step if step is None else step
         number, part = divmod(step, self._rl.steps_per_rollout)
-        if part == 0:
-            return {"step": step}
-        return {"step": step, "rollout": self._rollouts[number].as_json()}
+        state: dict[str, Any] = {"step": step}
+        if self._critic is not None and step:
+            state["critic"] = self._critic.weights_E.tolist()
+        return state | ({"rollout": self._rollouts[number].as_json()} if part else {})
 
     @override
     def restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self._rollouts.clear()
+        if self._critic is not None:
+            self._critic.weights_E = np.array(state.get("critic", 0.0 * self._critic.weights_E))
         if "rollout" in state:
             number = self.step // self._rl.steps_per_rollout
             self._rollouts[number] = _Sampled.of_json(state["rollout"])
@@ -248,7 +259,6 @@ class RolloutBatches(PolicyBatches):
         rewards_R = given_R + overlong_penalty(lengths_R, rl)
         by_group = (-1, rl.group_size)
         groups = rewards_R.reshape(by_group), is_valid_R.reshape(by_group)
-        gains_R = advantages(*groups, rl).reshape(-1)
         equal_P = has_equal_rewards(*groups)
         counts_R = is_valid_R.copy()
         if rl.zero_variance is ZeroVariance.DROP:
@@ -265,19 +275,23 @@ class RolloutBatches(PolicyBatches):
             "rl/engine_kl": float(-difference_RT[counted_RT].mean()),
             "rl/truncated": float((ratios > rl.importance_cap).mean()),
         }
-        weights_RT = (batch.weights * counts_R[:, None]).astype(np.float32)
-        gains_RT = (gains_R[:, None] * weights_RT).astype(np.float32)
+        if self._critic is None:
+            gains_RT = advantages(*groups, rl).reshape(-1, 1)
+        else:
+            parts = list(self._parts(batch))
+            gains_RT, figures = self._critic.learn(state, parts, rewards_R, counts_R)
+            record |= figures
         reference = None
         if self._reference is not None:
             found = [self._reference(self._job.put(part)) for part in self._parts(batch)]
             reference = np.concatenate(found)
         rollout = Rollout(
-            advantages=gains_RT,
+            advantages=(gains_RT * batch.weights).astype(np.float32),
             old=np.where(counted_RT, old_RT, 0.0).astype(np.float32),
             importance=importance_RT,
-            share=weights_RT,
+            share=batch.weights,
         )
-        whole = dataclasses.replace(batch, weights=weights_RT, reference=reference, rollout=rollout)
+        whole = dataclasses.replace(batch, reference=reference, rollout=rollout)
         return _Sampled(batch=whole, counts_R=counts_R, lengths_R=lengths_R, record=record)
 
     def _parts(self, batch: Batch[np.ndarray]) -> Iterator[Batch[np.ndarray]]:

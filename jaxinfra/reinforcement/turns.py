@@ -134,7 +134,7 @@ class Player:
             except DataError as error:
                 each.scored = Scored(reward=None, failure=Failure.RAISED, text=str(error))
                 continue
-            if is_last or each.is_cut or len(each.context) + len(ids) > room:
+            if is_last or len(each.context) + len(ids) > room:
                 each.scored = Scored(reward=None, failure=Failure.UNFINISHED)
             else:
                 each.add_reply(reply, ids)

@@ -3,12 +3,15 @@
 import inspect
 import json
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import own_losses
 import own_rewards
 import pytest
+from e2e.processes import start as running_process
 from e2e.runs import assert_same_run, checkpoints, killed_at_the_second_save, metrics
 
 import jaxinfra
@@ -70,6 +73,43 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(bench, start, lora):
     lines = (bench / "whole/samples/step-00000001.jsonl").read_text().splitlines()
     assert len(lines) == 4
     assert json.loads(lines[0])["prompt"].endswith("=")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_killed_ten_times_ends_as_if_nothing_had_happened(bench, start):
+    """At random moments; with a value head, replies, and rollouts of three steps."""
+    sizes = SIZES | {"rl.steps_per_rollout": 3, "checkpoint.every": 2, "training.log_every": 1}
+    sizes |= {"rl.algorithm": "ppo", "rl.max_turns": 2, "training.sequence_length": 24}
+    settings = [f"--set={path}={value}" for path, value in sizes.items()]
+    learn = ["--prompts", bench / "p.jsonl", "--reward", "own_rewards:after_a_reply", *settings]
+
+    def next_of(name: str) -> list[object]:
+        where = ["rl", "--cache", bench.cache]
+        if (bench / name / "config.json").exists():
+            return [*where, "--resume", bench / name]
+        return [*where, "--init", start, "--run", bench / name, *learn]
+
+    ended = bench.run(next_of("whole"))
+    assert ended.code == 0, ended
+    records = metrics(bench / "whole")
+    assert records[0]["rl/turns"] > 1.0
+    assert max(each.get("rl/engine_difference_max", 0.0) for each in records) < 1e-4
+    assert records[3]["rl/explained_variance"] != 0.0
+    seed = random.SystemRandom().randrange(2**32)
+    rng = random.Random(seed)
+    for number in range(10):
+        lines, delay_s = rng.randrange(12), rng.uniform(0.0, 0.5)
+        with running_process(*next_of("killed"), log=bench.log()) as running:
+            running.wait_until(lambda said, lines=lines: said.count("\n") >= lines)
+            time.sleep(delay_s)
+            running.signal(signal.SIGKILL)
+            code = running.end().code
+        print(f"seed {seed}, kill {number}: {code} {delay_s:.3f} s after {lines} lines")
+        assert code in (-signal.SIGKILL, 0)
+    resumed = bench.run(next_of("killed"))
+    assert resumed.code == 0, resumed
+    assert_same_run(bench / "killed", bench / "whole")
 
 
 @pytest.mark.slow

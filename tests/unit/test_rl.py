@@ -32,6 +32,7 @@ from jaxinfra.reinforcement.advantages import (
     overlong_penalty,
     token_shares,
 )
+from jaxinfra.reinforcement.critic import advantages_and_returns
 from jaxinfra.reinforcement.prompts import Prompt, prompts_of, read_prompts
 from jaxinfra.reinforcement.ready import exact_match, find_reward, math_equal, pattern, unit_tests
 from jaxinfra.reinforcement.rewards import Failure, RewardPool
@@ -69,7 +70,7 @@ def plain_advantages(algorithm: Algorithm, groups: list[list[float | None]]) -> 
     return found
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", [each for each in Algorithm if each is not Algorithm.PPO])
 def test_advantages_are_the_papers(algorithm):
     groups = [[1.0, 0.0, 0.25, 1.0], [None, 0.5, 2.0, None], [3.0, 3.0, 3.0, 3.0]]
     is_valid = np.array([[r is not None for r in group] for group in groups])
@@ -79,6 +80,25 @@ def test_advantages_are_the_papers(algorithm):
     assert has_equal_rewards(rewards, is_valid).tolist() == [False, False, True]
     nothing = advantages(rewards, np.zeros_like(is_valid), learn(algorithm=algorithm))
     assert not nothing.any()
+
+
+def test_advantages_of_a_value_head_are_the_papers():
+    """Sums of lambda-weighted differences, completion by completion; replies are no steps."""
+    rng, gae_lambda = np.random.default_rng(2), 0.7
+    values = rng.normal(size=(3, 6))
+    sampled = np.array([[0, 1, 1, 1, 0, 0], [0, 1, 0, 0, 1, 1], [1, 0, 0, 0, 0, 0]], bool)
+    rewards = np.array([1.0, -0.5, 2.0])
+    gains, returns = advantages_and_returns(rewards, values, sampled, gae_lambda)
+    for row in range(3):
+        at = np.flatnonzero(sampled[row])
+        v = [*values[row, at], 0.0]
+        paid = [0.0] * (len(at) - 1) + [rewards[row]]
+        deltas = [paid[i] + v[i + 1] - v[i] for i in range(len(at))]
+        for i, place in enumerate(at):
+            want = sum(gae_lambda ** (j - i) * deltas[j] for j in range(i, len(at)))
+            assert gains[row, place] == pytest.approx(want)
+            assert returns[row, place] == pytest.approx(want + v[i])
+    assert not gains[~sampled].any()
 
 
 def test_advantages_and_losses_may_be_ones_own():
@@ -157,6 +177,7 @@ class Sampled:
             "dr_grpo": np.mean(sums) / config.max_new_tokens,
             "dapo": np.sum(sums) / np.sum(lengths),
             "reinforce++": np.sum(sums) / np.sum(lengths),
+            "ppo": np.sum(sums) / np.sum(lengths),
             "rloo": np.mean(sums),
         }
         return -means[name]
@@ -350,7 +371,7 @@ def test_turns_follow_replies_whose_tokens_do_not_count(tmp_path, monkeypatch):
     assert [each.texts for each in played] == [
         ["ask", "it is d", "7"],
         ["hang on", "it is b", "hang on"],  # then there is no room
-        ["cut"],
+        ["cut", "it is c", "cut"],
         ["7"],
     ]
     failures = [each.scored.failure for each in played if each.scored is not None]
@@ -415,6 +436,17 @@ def test_a_rollout_survives_a_checkpoint_to_the_bit():
     np.testing.assert_array_equal(again.counts_R, sampled.counts_R)
 
 
+@pytest.mark.parametrize("counts", [[True, False], [False, False]])
+def test_a_step_without_completions_that_count_changes_nothing(counts):
+    whole = Sampled().batch(learn())
+    counts_R = np.array(counts + [True, True])
+    sampled = _Sampled(batch=whole, counts_R=counts_R, lengths_R=Sampled.lengths, record={})
+    batch = jax.tree.map(jnp.asarray, sampled.rows(slice(0, 2), learn()))
+    gradient = jax.grad(lambda new: policy_sums(new, batch, learn()).loss)(Sampled.new[:2])
+    assert batch.weights.sum() > 0.0  # the loss is divided by this
+    assert (np.asarray(gradient).any(axis=1) == counts).all()
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -425,6 +457,8 @@ def test_a_rollout_survives_a_checkpoint_to_the_bit():
         ({"overlong": Overlong.PENALTY}, "goes with overlong=penalty"),
         ({"overlong_tokens": 4}, "goes with overlong=penalty"),
         ({"importance_cap": 0.0}, "must be positive and finite"),
+        ({"gae_lambda": 0.5}, "is a number in"),
+        ({"algorithm": Algorithm.PPO, "advantage": "a:b"}, "value head estimates"),
         ({"max_turns": 2, "overlong": Overlong.PENALTY, "overlong_tokens": 4}, "one completion"),
     ],
 )
