@@ -438,8 +438,8 @@ def test_a_rollout_survives_a_checkpoint_to_the_bit():
 
 @pytest.mark.parametrize("counts", [[True, False], [False, False]])
 def test_a_step_without_completions_that_count_changes_nothing(counts):
-    whole = Sampled().batch(learn())
-    counts_R = np.array(counts + [True, True])
+    whole = jax.tree.map(np.asarray, Sampled().batch(learn()))
+    counts_R = np.array([*counts, True, True])
     sampled = _Sampled(batch=whole, counts_R=counts_R, lengths_R=Sampled.lengths, record={})
     batch = jax.tree.map(jnp.asarray, sampled.rows(slice(0, 2), learn()))
     gradient = jax.grad(lambda new: policy_sums(new, batch, learn()).loss)(Sampled.new[:2])
