@@ -123,11 +123,6 @@ class MeshConfig:
         return self.fsdp > 1
 
     @property
-    def splits_matmuls(self) -> bool:
-        """Whether matmuls are sharded over devices."""
-        return self.tensor > 1
-
-    @property
     def option(self) -> str:
         """The text of ``--mesh`` for this mesh; empty for one device."""
         axes = {**self.sizes(), EXPERT: self.expert}

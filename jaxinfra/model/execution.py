@@ -16,6 +16,7 @@ from jaxinfra.config.run import KeptValues, Remat
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.cross_entropy import CrossEntropySums
+from jaxinfra.ops.decode_layers import DecodedLayers
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.multiply import Gather, Multiply
 
@@ -87,6 +88,11 @@ class Place:
         """Sums x over the devices that have different rows of the batch, inside shard_map."""
         return x
 
+    def shards(self, dim: str) -> int:
+        """Returns the number of devices that shard a dim."""
+        del dim
+        return 1
+
     def copies(self, dim: str | None, size: int) -> int:
         """Returns how often each element of a dim is repeated, so that every shard has one.
 
@@ -122,6 +128,7 @@ class Kernels:
     # ``attend`` computes latent attention too.
     attend_latents: Callable[..., jax.Array] | None
     decode: Callable[..., jax.Array]  # ``ops.cached_attention.cached_attention``
+    decode_layers: Callable[..., DecodedLayers | None]  # ``ops.decode_layers.decode_layers``
     lookup: Callable[..., jax.Array]  # ``take_rows``
     cross_entropy: Callable[..., CrossEntropySums]  # ``parallel.loss.TokenLoss``
     exchange: ExpertExchange
@@ -131,7 +138,8 @@ class Kernels:
 class DecodeForm:
     """Settings of a decoder for serving, which unrolls its layers when it has a cache."""
 
-    packed: bool  # projections of the same input are one weight; not with tensor parallelism
+    # Projections of the same input are one weight: each device's columns of all of them together.
+    packed: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from jaxinfra.model.cache import StateCache, TokenCache, with_pages
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.heads import clipped, head_norm, positioned, segments
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
-from jaxinfra.model.projection import Projection
+from jaxinfra.model.projection import Projection, unpacked
 from jaxinfra.ops.cached_attention import append_packed_heads, as_cached
 from jaxinfra.ops.multiply import Deferred
 
@@ -57,7 +57,7 @@ class GroupedAttention(nnx.Module):
 
         form = execution.decode_form
         is_packed = form is not None and form.packed
-        self.packed = inward(heads + 2 * kv_heads, None) if is_packed else None
+        self.packed = inward(heads + 2 * kv_heads, axes.Q_HEADS) if is_packed else None
         if self.packed is None:
             self.query = inward(heads, axes.Q_HEADS)
             self.key = inward(kv_heads, axes.KV_HEADS)
@@ -185,9 +185,8 @@ class GroupedAttention(nnx.Module):
             assert not isinstance(x_BTD, Deferred), "Block"
             given_BTD = self.query.prepared(x_BTD)
             return self.query(given_BTD), self.key(given_BTD), self.value(given_BTD)
-        first_key, first_value = self.config.num_q_heads, -self.config.num_kv_heads
-        return (
-            heads_BTNH[:, :, :first_key],
-            heads_BTNH[:, :, first_key:first_value],
-            heads_BTNH[:, :, first_value:],
-        )
+        shards = self.execution.place.shards(axes.Q_HEADS)
+        first_key = self.config.num_q_heads // shards
+        first_value = first_key + self.config.num_kv_heads // shards
+        queries, keys, values = unpacked(heads_BTNH, (first_key, first_value), shards, axis=2)
+        return queries, keys, values

@@ -15,7 +15,7 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Abilities, LayerOutput, ModelState, Pass, labelled, site_sums
-from jaxinfra.model.projection import HIDDEN, Projection
+from jaxinfra.model.projection import HIDDEN, Projection, unpacked
 from jaxinfra.ops.activation import activated, xielu
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.fp8_swiglu import swiglu_input
@@ -102,7 +102,10 @@ class Mlp(nnx.Module):
         elif multiply.few_rows and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
             return multiply.swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:
-            gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
+            shards = self.execution.place.shards(axes.MLP)
+            first_up = self.config.hidden_dim // shards
+            both_BTF = policy.to_accum(self.packed(x_BTD))
+            gate_BTF, up_BTF = unpacked(both_BTF, (first_up,), shards, axis=2)
         if self.config.kind is MlpKind.XIELU:
             numbers = self.rise, self.fall, self.slope, self.edge
             given = (policy.to_accum(each[...]) for each in numbers if each is not None)

@@ -192,3 +192,17 @@ class Projection(nnx.Module):
             y = self.policy.to_accum(y) + bias
             y = self.policy.to_compute(y) if self.policy.is_exact else y.astype(dtype)
         return self._named(y)
+
+
+def unpacked(
+    x: Float[Array, "..."], ends: tuple[int, ...], shards: int, *, axis: int
+) -> list[Float[Array, "..."]]:
+    """Splits the result of a packed projection into those of its parts.
+
+    Args:
+        ends: indices of one shard at which its parts end, but for the last.
+        shards: number of devices that shard ``axis``; each has its columns of every part.
+    """
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    parts = jnp.split(x.reshape(*before, shards, -1, *after), ends, axis=axis + 1)
+    return [part.reshape(*before, -1, *after) for part in parts]

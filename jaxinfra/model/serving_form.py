@@ -13,6 +13,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxinfra import axes
+from jaxinfra.axes import Dims
+from jaxinfra.config.model import GroupedAttentionConfig, ModelConfig
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import (
     ModelDefinition,
@@ -22,7 +25,7 @@ from jaxinfra.model.definition import (
     is_weight,
     nest,
 )
-from jaxinfra.model.execution import Execution
+from jaxinfra.model.execution import Execution, Place
 from jaxinfra.ops.quantized import QuantizedWeight, are_alike, as_kernels_read, concatenated_columns
 
 COMPILER_OPTIONS = {
@@ -37,9 +40,13 @@ COMPILER_OPTIONS = {
 }
 """XLA options that programs of this form are compiled with; only GPUs read them."""
 
-_PACKED = {"attention": (("query", "key", "value"), -2), "mlp": (("gate", "up"), -1)}
-"""Layers' projections that ``packed`` concatenates, and the weights' dim of concatenation, counted
-from the end as in biases."""
+_PACKED = {
+    "attention": (("query", "key", "value"), -2, axes.Q_HEADS),
+    "mlp": (("gate", "up"), -1, axes.MLP),
+}
+"""Layers' projections that ``packed`` concatenates, and the weights' dim of concatenation: counted
+from the end as in biases, and its logical name. Each device's columns of all of them are together.
+"""
 
 
 def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefinition:
@@ -74,15 +81,20 @@ def serving_parameters(
         consumes: whether to free each input array once it is converted. Peak memory is then the
             parameters plus the largest packed stack.
     """
-    sources = by_path(parameters, is_leaf=is_weight)
+    sources, dims = by_path(parameters, is_leaf=is_weight), by_path(form.dims)
+    place = form.execution.place
     result: dict[tuple[str, ...], jax.Array | QuantizedWeight] = {}
     for path in by_path(form.arrays):
         *parents, name, last = path.split("/")
-        names, dim = [name], 0
         if name == "packed":
-            names, dim = _PACKED[parents[-1]]
-        parts = [sources["/".join([*parents, each, last])] for each in names]
-        weight = parts[0] if len(parts) == 1 else _packed(parts, dim=dim)
+            names, dim, sharded = _PACKED[parents[-1]]
+            parts = [sources["/".join([*parents, each, last])] for each in names]
+            weight = _packed(
+                parts, dim=dim, shards=place.shards(sharded), place=place, dims=dims[path].dims
+            )
+        else:
+            parts = [sources[path]]
+            weight = parts[0]
         if isinstance(weight, QuantizedWeight) and form.execution.multiply.few_rows:
             weight = as_kernels_read(weight)
         result[*parents, name, last] = weight
@@ -94,12 +106,22 @@ def serving_parameters(
     return nest(result)
 
 
-def can_pack(parameters: Parameters) -> bool:
-    """Tells whether projections of one input can be packed; quantized ones need equal formats."""
+def can_pack(parameters: Parameters, config: ModelConfig, place: Place) -> bool:
+    """Tells whether projections of one input can be packed; quantized ones need equal formats.
+
+    Over several devices quantized weights cannot, nor heads that are copied for want of as many.
+    """
     weights = by_path(parameters, is_leaf=is_weight)
+    if place.shards(axes.Q_HEADS) > 1:
+        mixers = [block.mixer for block in config.blocks]
+        heads = [m.num_kv_heads for m in mixers if isinstance(m, GroupedAttentionConfig)]
+        if any(place.copies(axes.KV_HEADS, each) > 1 for each in heads):
+            return False
+        if any(isinstance(weight, QuantizedWeight) for weight in weights.values()):
+            return False
     for path, weight in weights.items():
         *parents, layer, name, last = ("", "", *path.split("/"))
-        names, _ = _PACKED.get(layer, ((), 0))
+        names, *_ = _PACKED.get(layer, ((),))
         if isinstance(weight, QuantizedWeight) and name in names:
             beside = ("/".join([*parents[2:], layer, each, last]) for each in names)
             if not are_alike([weights[each] for each in beside if each in weights]):
@@ -107,11 +129,19 @@ def can_pack(parameters: Parameters) -> bool:
     return True
 
 
-@functools.partial(jax.jit, static_argnames=("dim",))
-def _packed(parts: list[jax.Array | QuantizedWeight], *, dim: int) -> jax.Array | QuantizedWeight:
-    """One after another in this dim."""
+@functools.partial(jax.jit, static_argnames=("dim", "shards", "place", "dims"))
+def _packed(
+    parts: list[jax.Array | QuantizedWeight], *, dim: int, shards: int, place: Place, dims: Dims
+) -> jax.Array | QuantizedWeight:
+    """Concatenates the shards of all parts, shard after shard, in this dim."""
     quantized = [each for each in parts if isinstance(each, QuantizedWeight)]
     if quantized:
         assert len(quantized) == len(parts), "can_pack"
         return concatenated_columns(quantized, axis=dim)
-    return jnp.concatenate([each for each in parts if isinstance(each, jax.Array)], axis=dim)
+    arrays = [each for each in parts if isinstance(each, jax.Array)]
+    if shards == 1:
+        return jnp.concatenate(arrays, axis=dim)
+    dim += arrays[0].ndim
+    split = [x.reshape(*x.shape[:dim], shards, -1, *x.shape[dim + 1 :]) for x in arrays]
+    both = jnp.concatenate(split, axis=dim + 1)
+    return place(both.reshape(*both.shape[:dim], -1, *both.shape[dim + 2 :]), dims)

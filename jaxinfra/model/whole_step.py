@@ -26,7 +26,7 @@ from jaxinfra.model.passes import LayerOutput, Pass, Sums
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.repetition import KVCache
 from jaxinfra.model.rope import RopeTable
-from jaxinfra.ops.decode_layers import LayerWeights, decode_layers
+from jaxinfra.ops.decode_layers import LayerWeights
 from jaxinfra.ops.multiply import RmsNorm
 from jaxinfra.ops.quantized import QuantizedWeight
 
@@ -61,7 +61,7 @@ def whole_step(
     cache: KVCache | None,
 ) -> LayerOutput | None:
     """Computes all layers of a one-token step in one launch; None if the kernel cannot."""
-    is_served = execution.decode_form is not None and execution.multiply.few_rows
+    is_served = execution.decode_form is not None and execution.decode_form.packed
     if not is_served or execution.statistics or cache is None:
         return None
     if not can_be_whole(config):
@@ -75,13 +75,13 @@ def whole_step(
     attention = block.attention
     assert isinstance(attention, GroupedAttention), "can_be_whole"
     seen = in_layer(before, before.arrays, np.zeros((), np.int32))
-    done = decode_layers(
+    done = execution.kernels.decode_layers(
         x_BTD,
         weights,
         seen.pages(),
+        config=attention.config,
         positions_BT=given.positions_BT,
         rope=rope,
-        scale=attention.config.scale,
     )
     if done is None:
         return None

@@ -9,11 +9,15 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
-from jaxinfra.config.model import MixerConfig
+from jaxinfra.axes import MeshAxis
+from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
 from jaxinfra.ops.cached_attention import Pages
+from jaxinfra.ops.decode_layers import DecodedLayers, LayerWeights, decode_layers
 from jaxinfra.parallel.place import Placement
 
 
@@ -106,3 +110,56 @@ class ShardedDecode:
             out_specs=q_spec,
             check_vma=False,  # as above
         )(q_BTNH, pages.arrays, tables_BM, pages.layer, positions_BT, sinks_N)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedDecodeLayers:
+    """Layers of a one-token step on a tensor axis: each device has its own heads and columns.
+
+    The kernels write partial sums to one another, twice a layer: 4 D bytes of each part to each
+    other device.
+    """
+
+    placement: Placement
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        layers: LayerWeights,
+        pages: Pages,
+        *,
+        config: GroupedAttentionConfig,
+        positions_BT: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+    ) -> DecodedLayers | None:
+        """Computes all layers in one launch per device; None if the kernel cannot."""
+        place, whole = self.placement, PartitionSpec()
+        if place.mesh.size != place.mesh.shape[MeshAxis.TENSOR] or pages.tables_BM is None:
+            return None
+        heads, hidden = ((None, None, dim) for dim in (axes.Q_HEADS, axes.MLP))
+        layers_spec = LayerWeights(
+            attention_norm=whole, qkv=place.spec(heads), out=place.spec((*heads[1:], None)),
+            mlp_norm=whole, gate_up=place.spec(hidden), down=place.spec((*hidden[1:], None)),
+        )  # fmt: skip
+        arrays_spec = {
+            each.name: place.spec((None, None, *each.dims))
+            for each in config.cache.stored_as(pages.format).arrays
+        }
+        taken = []  # what a device's shapes are is known inside
+
+        def local(x, layers, arrays, tables, positions, rope) -> DecodedLayers:
+            pages_of_device = dataclasses.replace(pages, arrays=arrays, tables_BM=tables)
+            found = decode_layers(
+                x, layers, pages_of_device, config=config, positions_BT=positions, rope=rope,
+                axis=MeshAxis.TENSOR,
+            )  # fmt: skip
+            taken.append(found is not None)
+            return found or (x, arrays)
+
+        found = place.on_each_device(
+            local,
+            in_specs=(whole, layers_spec, arrays_spec, whole, whole, whole),
+            out_specs=(whole, arrays_spec),
+            check_vma=False,  # as above
+        )(x_BTD, layers, pages.arrays, jnp.asarray(pages.tables_BM), positions_BT, rope)
+        return found if all(taken) else None

@@ -20,9 +20,10 @@ from jaxinfra.model.execution import (
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.attention import attention as self_attention
 from jaxinfra.ops.cached_attention import cached_attention
+from jaxinfra.ops.decode_layers import decode_layers
 from jaxinfra.ops.exact_attention import exact_attention, exact_cached_attention
 from jaxinfra.ops.multiply import Multiply
-from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode
+from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode, ShardedDecodeLayers
 from jaxinfra.parallel.context.methods import ContextAttention, ContextLatentAttention
 from jaxinfra.parallel.exact import ordered_product
 from jaxinfra.parallel.exchange import ShardedExchange
@@ -61,11 +62,11 @@ def execution_on(
         decode_form: settings for serving, without gradients; None: the decoder for training.
 
     Raises:
-        UnsupportedError: packed weights with heads sharded over devices, or with 8-bit matmuls.
+        UnsupportedError: packed weights with 8-bit matmuls or exact numerics.
     """
     packed = decode_form is not None and decode_form.packed
     if packed:
-        _check_packed(policy, placement)
+        _check_packed(policy)
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
     gather = None
@@ -93,7 +94,7 @@ def execution_on(
     )
 
 
-def _check_packed(policy: Policy, placement: Placement | None) -> None:
+def _check_packed(policy: Policy) -> None:
     """Raises UnsupportedError if projections of one input cannot be one product."""
     if policy.is_exact:
         raise UnsupportedError(
@@ -104,11 +105,6 @@ def _check_packed(policy: Policy, placement: Placement | None) -> None:
         raise UnsupportedError(
             "packed projections in 8 bits: their scales are those of projections apart; leave "
             "packed=False, or serve in the policy's 16 bits"
-        )
-    if placement is not None and placement.head_shards > 1:
-        raise UnsupportedError(
-            f"packed projections over {placement.head_shards} devices: a device's part of the "
-            "packed heads is not its part of queries, keys and values; leave packed=False"
         )
 
 
@@ -130,6 +126,7 @@ def kernels_on(
             attend=attend,
             attend_latents=None,
             decode=decode,
+            decode_layers=decode_layers,
             lookup=take_rows,
             cross_entropy=TokenLoss(placement=placement),
             exchange=within_device,
@@ -144,6 +141,7 @@ def kernels_on(
         attend=attend,
         attend_latents=latents,
         decode=ShardedDecode(placement=placement, decode=decode),
+        decode_layers=ShardedDecodeLayers(placement=placement),
         lookup=ShardedLookup(placement=placement),
         cross_entropy=TokenLoss(placement=placement),
         exchange=ShardedExchange(placement=placement, config=exchange or ExchangeConfig()),

@@ -89,6 +89,10 @@ class Placement:
         used = self.axes(dim, self.rules.used)
         return tuple(axis for axis in self.axes(dim) if axis not in used)
 
+    def shards(self, dim: str) -> int:
+        """Returns the number of devices that shard a dim."""
+        return self._count(self.axes(dim))
+
     @property
     def batch_shards(self) -> int:
         """Number of devices that the compiler shards the batch dim over."""
@@ -270,6 +274,10 @@ class ActivationPlacement(Place):
         """Axes of the batch that a ``shard_map`` around this trace has taken."""
         taken = jax.sharding.get_abstract_mesh().manual_axes
         return tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
+
+    def shards(self, dim: str) -> int:
+        """Returns the number of devices that shard a dim."""
+        return self.placement.shards(dim)
 
     def copies(self, dim: str | None, size: int) -> int:
         """Returns how often each element of a dim is repeated, as ``Placement.copies``."""

@@ -173,7 +173,7 @@ class LoadedModel:
         consumes: bool = False,
     ) -> Decoder:
         """Returns the model in the form that an engine runs fastest. On GPUs layers are unrolled,
-        and projections that are not sharded are copied into packed ones. Models with adapters or
+        and projections of one input are copied into packed ones. Models with adapters or
         8-bit matmuls stay as they are.
 
         Args:
@@ -187,8 +187,8 @@ class LoadedModel:
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
         if not is_unrolled or definition.lora is not None or in_8_bits:
             return self.decoder
-        is_whole = self.placement is None or self.placement.head_shards == 1
-        is_packed = is_whole and can_pack(self.parameters) and not policy.is_exact
+        is_packed = can_pack(self.parameters, definition.config, definition.execution.place)
+        is_packed = is_packed and not policy.is_exact
         execution = execution_on(
             self.placement,
             policy=policy,

@@ -29,11 +29,13 @@ def decode_layers(
     *,
     implementation: LayerImplementation,
     scale: float | None = None,
+    axis: str | None = None,
 ) -> tuple[jax.Array, KeyAndValuePools]:
     """Computes decoder layers for one new token per row, and writes its key and value to pages.
 
     Each layer is attention over the row's pages, then a SwiGLU MLP, both with RMSNorm before them
-    and a residual. There is no gradient.
+    and a residual. There is no gradient. With ``axis``, inside ``shard_map``, devices share every
+    layer: each has its own heads and hidden columns, and all have the same x and result.
 
     Args:
         x: [M, D], bfloat16 or float16: the residual stream.
@@ -49,6 +51,9 @@ def decode_layers(
             nothing else runs. Quantized weights must be ``arranged`` and without zero points.
             "reference" is the formula in fp32.
         scale: factor of the scores; default 1 / sqrt(H).
+        axis: mesh axis over which N, K and F are divided; arguments are one device's blocks. The
+            kernel writes partial sums to other GPUs over NVLink. It needs one process, all devices
+            of the mesh and 16-bit weights; the launch fails if a GPU does not take part for 20 s.
 
     Returns:
         [M, D] in x's dtype, and ``pages``.
@@ -76,7 +81,7 @@ def decode_layers(
         >>> y.tolist(), k[0, 1, :, 0, 0].tolist()
         ([[3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]], [1.0, 1.0, 0.0, 1.0])
     """
-    call = _checked(x, layers, pages, page_tables, positions, rope, scale)
+    call = _checked(x, layers, pages, page_tables, positions, rope, scale, axis)
     if implementation == "reference":
         found = decode_layers_reference(call)
     elif implementation == "hopper":
@@ -101,19 +106,21 @@ def refused_layers(
     page_tables: jax.Array | np.ndarray,
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
+    *,
+    axis: str | None = None,
 ) -> str | None:
     """Returns why ``decode_layers`` by "hopper" refuses these arguments; None if it takes them.
 
     Raises:
         InputError: as ``decode_layers``.
     """
-    return unsupported(_checked(x, layers, pages, page_tables, positions, rope, None))
+    return unsupported(_checked(x, layers, pages, page_tables, positions, rope, None, axis))
 
 
-def _checked(x, layers, pages, page_tables, positions, rope, scale) -> LayersCall:
+def _checked(x, layers, pages, page_tables, positions, rope, scale, axis) -> LayersCall:
     call = LayersCall(
         x=x, layers=layers, pages=pages, tables=jnp.asarray(page_tables), positions=positions,
-        rope=rope, scale=pages[0].shape[-1] ** -0.5 if scale is None else scale,
+        rope=rope, scale=pages[0].shape[-1] ** -0.5 if scale is None else scale, axis=axis,
     )  # fmt: skip
     _check(call)
     return call

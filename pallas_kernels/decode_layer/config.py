@@ -82,6 +82,7 @@ class WorkSplit:
     N: int
     blocks: int = NUM_PROCESSORS
     depth: int = DEPTH  # rows per tile
+    devices: int = 1  # GPUs that each sum K rows of their own, of which readers need all sums
 
     @property
     def across(self) -> int:
@@ -95,9 +96,14 @@ class WorkSplit:
 
         def cost(parts: int) -> float:
             units = -(-self.across * parts // self.blocks)
-            return units * (tiles // parts) * (1 + _PART_COST * parts)
+            return units * (tiles // parts) * (1 + _PART_COST * parts * self.devices)
 
         return min((parts for parts in range(1, tiles + 1) if tiles % parts == 0), key=cost)
+
+    @property
+    def sums(self) -> int:
+        """Number of partial sums of a column, over all devices."""
+        return self.devices * self.parts
 
     @property
     def down(self) -> int:

@@ -26,6 +26,7 @@ from . import inputs
 from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import GROUPS, SLICES, THREADS, TileForm, WorkSplit, num_stages
+from .peers import ARRIVALS, Peers
 from .per_thread import each_thread
 from .reference import WEIGHTS, KeyAndValuePools, LayersCall, LayerWeights
 from .stream import Product, QuantizedTile, TileStream
@@ -34,7 +35,9 @@ DTYPES = ("bfloat16", "float16")
 _LARGE = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200"
 """Prefixes of the names of GPUs with as many SMs as a launch has blocks."""
 _LEAST_STAGES = 4
-_MEETINGS = 5  # of a layer
+_SHARED = "out", "down"  # products of rows that devices divide
+_MEETINGS = range(5)  # of a layer
+_OF_DEVICES = 2, 4  # those after the shared products
 _SCALES = "attention_scale", "mlp_scale"
 _LINE = 128  # bytes that L2 is asked for
 _ATTENTION, _MLP = 0, 1  # rows of the stream: what either's norm is of
@@ -55,7 +58,7 @@ def unsupported(call: LayersCall) -> str | None:
     for norm in call.layers.norms:
         if norm.scale.dtype.name not in (*DTYPES, "float32"):
             return f"a norm's scales are {norm.scale.dtype}, neither 16 nor 32 bits"
-    reason = _unlike(call.layers)
+    reason = _unlike(call.layers) or _unreachable(call)
     if reason is not None:
         return reason
     kernel = LayersKernel.of(call)
@@ -86,9 +89,23 @@ def _unlike(layers: LayerWeights) -> str | None:
     return None
 
 
+def _unreachable(call: LayersCall) -> str | None:
+    """Explains why the devices of the call's axis cannot share a launch; None if they can."""
+    if call.axis is None:
+        return None
+    if isinstance(call.layers.qkv, QuantizedWeight):
+        return "quantized weights over several devices"
+    if jax.process_count() > 1:
+        return "devices of several processes, which cannot write to one another's memory"
+    size = jax.sharding.get_abstract_mesh().size
+    if size != call.devices:
+        return f"a mesh of {size} devices, of which {call.axis} has {call.devices}: it needs all"
+    return None
+
+
 def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
     """Computes all layers of a supported call by one launch of the Hopper kernel."""
-    counter, k, v = references((jnp.zeros(1, jnp.int32), *call.pages))
+    counter, k, v = references((jnp.zeros(2 * ARRIVALS, jnp.int32), *call.pages))
     y = LayersKernel.of(call).result(call, {"k": k, "v": v, "counter": counter})
     return y, (jax.freeze(k), jax.freeze(v))
 
@@ -103,6 +120,8 @@ class LayersKernel:
     num_layers: int
     dtype: jnp.dtype
     codes: QuantizedTile | None
+    axis: str | None
+    devices: int
 
     @classmethod
     def of(cls, call: LayersCall) -> "LayersKernel":
@@ -114,7 +133,10 @@ class LayersKernel:
         qkv, out, gate_up, down = (
             Product(
                 weight=name, parts=f"{name}_parts", scales=f"{name}_scales",
-                split=WorkSplit(K=k, N=n, depth=form.depth), is_whole=name in ("qkv", "gate_up"),
+                split=WorkSplit(
+                    K=k, N=n, depth=form.depth, devices=call.devices if name in _SHARED else 1
+                ),
+                is_whole=name in ("qkv", "gate_up"),
             )
             for name, (k, n) in shapes.items()
         )  # fmt: skip
@@ -130,8 +152,17 @@ class LayersKernel:
         )  # fmt: skip
         return cls(
             products=(qkv, out, gate_up, down), attention=attention, norms=layers.norms,
-            num_layers=num_layers, dtype=call.x.dtype, codes=codes,
+            num_layers=num_layers, dtype=call.x.dtype, codes=codes, axis=call.axis,
+            devices=call.devices,
         )  # fmt: skip
+
+    @property
+    def peers(self) -> Peers | None:
+        """The other devices that compute these layers; None if this one does alone."""
+        if self.axis is None or self.devices == 1:
+            return None
+        splits = {p.parts: p.split for p in self.products if p.weight in _SHARED}
+        return Peers(axis=self.axis, devices=self.devices, splits=splits, blocks=self.blocks)
 
     @property
     def x_bytes(self) -> int:
@@ -162,14 +193,15 @@ class LayersKernel:
         return TileStream(
             products=self.products, attention=self.attention, num_layers=self.num_layers,
             num_stages=num_stages(self.x_bytes, self.form.stage_bytes), dtype=self.dtype,
-            codes=self.codes,
+            codes=self.codes, peers=self.peers,
         )  # fmt: skip
 
     def result(self, call: LayersCall, refs: dict[str, Any]) -> jax.Array:
         """Launches the kernel and returns y, [1, D].
 
         Args:
-            refs: references to arrays written in place: "counter", int32 [1], pools "k" and "v".
+            refs: references to arrays written in place: "counter", int32 zeros, and the pools "k"
+                and "v".
         """
         sizes, width = self.attention.sizes, call.x.shape[1]
         parts = most_parts(sizes.K, self.blocks)
@@ -180,7 +212,7 @@ class LayersKernel:
             "stats": jax.ShapeDtypeStruct((parts, sizes.N, 2), jnp.float32),
         }
         for product in self.products:
-            shape = (product.split.parts, product.split.N)
+            shape = (product.split.sums, product.split.N)
             results[product.parts] = jax.ShapeDtypeStruct(shape, jnp.float32)
         return launch(
             self.run,
@@ -189,6 +221,7 @@ class LayersKernel:
             results=results,
             scratch={
                 **self.stream.scratch(),
+                **({} if self.peers is None else self.peers.scratch()),
                 "x": plgpu.SMEM((self.x_bytes // 4,), jnp.float32),
                 "squares": plgpu.SMEM((SLICES,), jnp.float32),
             },
@@ -201,6 +234,8 @@ class LayersKernel:
         """Runs one block: two warpgroups compute, the last loads tiles."""
         wg = lax.axis_index("wg")
         plan = self.attention.plan(gmem)
+        if self.peers is not None:
+            self.peers.begin(gmem, smem)
         self.stream.begin(smem)
 
         # Of a multiprocessor's registers as many as all that warpgroups began with, less a few.
@@ -217,13 +252,10 @@ class LayersKernel:
     def compute(self, gmem, smem, plan: KeyPlan) -> None:
         """Computes all layers in order; a grid barrier precedes reads of other blocks' results."""
         stream, (_, out, wide, down) = self.stream, self.products
-        grid = GridBarrier(blocks=self.blocks, threads=THREADS)
         put_normed = functools.partial(self.put_normed, gmem, smem)
 
         def layer(i, _):
-            def meet(which: int) -> None:
-                grid.meet(gmem.counter, i * _MEETINGS + which)
-
+            meet = functools.partial(self.meet, gmem, smem, i)
             multiply = functools.partial(stream.multiply, gmem, smem, i, plan=plan)
             pl.when(i == 0)(lambda: put_normed(i, _ATTENTION, None))
             pl.when(i > 0)(lambda: put_normed(i, _ATTENTION, down))
@@ -246,6 +278,16 @@ class LayersKernel:
 
         lax.fori_loop(0, self.num_layers, layer, None)
         self.write(gmem, down)
+
+    def meet(self, gmem, smem, layer: jax.Array, which: int) -> None:
+        """Barrier of all blocks, and after a shared product of all devices."""
+        peers, apart = self.peers, _OF_DEVICES
+        if peers is not None and which in apart:
+            peers.meet(gmem.counter, smem, layer * len(apart) + apart.index(which))
+            return
+        own = [each for each in _MEETINGS if peers is None or each not in apart]
+        grid = GridBarrier(blocks=self.blocks, threads=THREADS)
+        grid.meet(gmem.counter, layer * len(own) + own.index(which))
 
     def put_hidden(self, gmem, smem, wide: Product, down: Product) -> None:
         """Computes the MLP's hidden values from all blocks' gates and ups, into shared memory."""

@@ -49,7 +49,7 @@ class Columns:
         """Loads every partial sum of columns ``column`` (a multiple of 4) to ``column + 3``."""
         return [
             load_quad(parts, total(column, constant(part * self.split.N)))
-            for part in range(self.split.parts)
+            for part in range(self.split.sums)
         ]
 
 

@@ -61,6 +61,16 @@ class LayersCall:
     positions: jax.Array  # int32 [M]
     rope: tuple[jax.Array, jax.Array]  # fp32 [M, R]: cosines, sines
     scale: float  # factor of the scores
+    axis: str | None = None  # mesh axis over which heads and hidden columns are divided
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that compute each layer together."""
+        return 1 if self.axis is None else jax.lax.axis_size(self.axis)
+
+    def over_devices(self, product: jax.Array) -> jax.Array:
+        """Sums a product of rows that devices divide."""
+        return product if self.axis is None else jax.lax.psum(product, self.axis)
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays that the kernel reads, by name."""
@@ -94,7 +104,7 @@ class LayersCall:
         A, F = (self.layers.shape(name)[0] for name in ("out", "down"))
         return (
             f"{L} layers of {M} rows {self.x.dtype} of {D}, heads {A // H}/{K} of "
-            f"{H}, hidden {F}, {P} pages of {S}"
+            f"{H}, hidden {F}, {P} pages of {S}, {self.devices} devices"
         )
 
 
@@ -111,9 +121,9 @@ def decode_layers_reference(call: LayersCall) -> tuple[jax.Array, KeyAndValuePoo
         attended = paged_attention(
             q, k, v, tables, positions[:, -1] + 1, implementation="xla", scale=call.scale
         )
-        x = x + _times(attended.reshape(M, -1), layer.out)
+        x = x + call.over_devices(_times(attended.reshape(M, -1), layer.out))
         gate, up = jnp.split(_times(layer.mlp_norm(x), layer.gate_up), 2, axis=1)
-        x = x + _times(jax.nn.silu(gate) * up, layer.down)
+        x = x + call.over_devices(_times(jax.nn.silu(gate) * up, layer.down))
     k, v = (pool.astype(call.pages[0].dtype).reshape(shape) for pool in (k, v))
     return x.astype(call.x.dtype), (k, v)
 

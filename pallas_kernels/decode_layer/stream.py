@@ -50,6 +50,7 @@ from .config import (
     TileForm,
     WorkSplit,
 )
+from .peers import Peers
 from .per_thread import (
     below,
     beyond,
@@ -170,6 +171,7 @@ class TileStream:
     num_stages: int
     dtype: jnp.dtype
     codes: QuantizedTile | None = None  # None: weights in 16 bits
+    peers: Peers | None = None  # None: one device has all of each product
 
     @property
     def form(self) -> TileForm:
@@ -298,8 +300,9 @@ class TileStream:
 
             zeros = _HELD.initial(lambda: [number(0.0)] * _COLUMNS)
             sums = lax.fori_loop(0, down, step, zeros)
-            parts = getattr(gmem, product.parts)
-            self.write_sums(sums, smem.sums, parts, j, part, column, product.split)
+            is_shared = product.split.devices > 1
+            parts = smem.peers if is_shared else getattr(gmem, product.parts)
+            self.write_sums(sums, smem.sums, parts, j, part, column, product)
 
         lax.fori_loop(0, lax.div(product.count(), jnp.int32(down)), unit, None)
 
@@ -337,9 +340,13 @@ class TileStream:
         return sums
 
     def write_sums(
-        self, sums, sums_smem: Any, parts: Any, j, part, column, split: WorkSplit
+        self, sums, sums_smem: Any, parts: Any, j, part, column, product: Product
     ) -> None:
-        """Adds a unit's sums over all warps and writes them to ``parts[part]`` at its columns."""
+        """Adds a unit's sums over all warps and writes them to ``parts[part]`` at its columns.
+
+        Args:
+            parts: the product's partial sums, or addresses of them on all devices (``Peers``).
+        """
         numbers = (j, part, column)
         kinds = (_HELD.layout, *[plgpu.RefType()] * 2, *[plgpu.Layout.WG_SPLAT(())] * 3)
 
@@ -347,11 +354,16 @@ class TileStream:
         def put(ctx, sums, sums_smem, parts, *numbers):
             del ctx
             j, part, column = (x.registers.flat[0] for x in numbers)
-            self.put(_HELD.registers(sums), sums_smem, parts, j, part, column, split)
+            places = [parts]
+            if self.peers is not None and product.split.devices > 1:
+                places = self.peers.places(parts, product.parts)
+            self.put(_HELD.registers(sums), sums_smem, places, j, part, column, product.split)
 
         put(sums, sums_smem, parts, *map(splat, numbers))
 
-    def put(self, sums: list[Any], sums_smem, parts, j, part, column, split: WorkSplit) -> None:
+    def put(
+        self, sums: list[Any], sums_smem, places: list[Any], j, part, column, split: WorkSplit
+    ) -> None:
         """Does one thread's part of ``write_sums``.
 
         Units alternate between two buffers, so one barrier per unit separates reads of a buffer
@@ -378,6 +390,8 @@ class TileStream:
             for i in range(SLICES):
                 text = f"ld.shared.f32 $0, [$1+{4 * WIDTH * i}];"
                 found.append(assembly(ir.F32Type.get(), [place], text, "=f,r", pure=False))
-            out = global_place(parts, total((part, split.N), (column, WIDTH), mine), 4)
-            both = [out, functools.reduce(arith.addf, found)]
-            assembly(None, both, "st.global.f32 [$0], $1;", "l,f", pure=False)
+            at = total((part, split.N), (column, WIDTH), mine)
+            whole = functools.reduce(arith.addf, found)
+            for each in places:
+                text = "st.global.f32 [$0], $1;"
+                assembly(None, [global_place(each, at, 4), whole], text, "l,f", pure=False)

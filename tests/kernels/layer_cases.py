@@ -10,7 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import decode_layers
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.decode_layer import LayerWeights
 from pallas_kernels.quantized_weight import (
@@ -103,6 +106,30 @@ class LayerCase:
         stacks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
         return drawn.array(1, self.D), stacks, pages, table, positions, rope
 
+    def over(self, mesh: Mesh, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments on the devices of the mesh's one axis, which share heads and hidden
+        columns.
+        """
+        x, layers, pages, *place = given
+        axis, (num,) = mesh.axis_names[0], mesh.devices.shape
+        heads, kv_heads = self.N * self.H, self.K * self.H
+
+        def dealt(stack: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+            parts = [jnp.split(part, num, axis=2) for part in split_at(stack, sizes)]
+            return jnp.concatenate([part[i] for i in range(num) for part in parts], axis=2)
+
+        layers = dataclasses.replace(
+            layers,
+            qkv=dealt(layers.qkv, (heads, kv_heads, kv_heads)),
+            gate_up=dealt(layers.gate_up, (self.F, self.F)),
+        )
+        return jax.tree.map(
+            lambda spec, leaves: jax.device_put(leaves, NamedSharding(mesh, spec)),
+            specs(axis),
+            (x, layers, tuple(pages), *place),
+            is_leaf=lambda leaf: isinstance(leaf, P),
+        )
+
     def assert_nothing_else_written(self, given: tuple[Any, ...], after: Any) -> None:
         """Pools have the bits that they had before, but for the new token's slot of each layer."""
         _, _, pages, (table,), _, _ = given
@@ -158,6 +185,33 @@ class LayerCase:
         powers = powers / np.sum(powers, axis=-1, keepdims=True)
         attended = np.einsum("kgl,lkh->kgh", powers, values)
         return np.reshape(attended, (1, -1)), new
+
+
+def specs(axis: str) -> tuple[Any, ...]:
+    """What ``shard_map`` gives each device of ``decode_layers``'s arguments."""
+    whole, columns, rows = P(), P(None, None, axis), P(None, axis, None)
+    layers = LayerWeights(
+        attention_norm=whole, qkv=columns, out=rows, mlp_norm=whole, gate_up=columns, down=rows
+    )
+    pools = P(None, None, None, axis, None)
+    return whole, layers, (pools, pools), whole, whole, whole
+
+
+def over_devices(mesh: Mesh, implementation: str) -> Any:
+    """``decode_layers`` by all devices of the mesh's one axis."""
+    axis = mesh.axis_names[0]
+    return jax.shard_map(
+        functools.partial(decode_layers, implementation=implementation, axis=axis),
+        mesh=mesh,
+        in_specs=specs(axis),
+        out_specs=(P(), specs(axis)[2]),
+        check_vma=False,
+    )
+
+
+def split_at(stack: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+    """Columns of so many at a time."""
+    return jnp.split(stack, np.cumsum(sizes)[:-1], axis=2)
 
 
 def bits(x: Any) -> np.ndarray:

@@ -10,14 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import InputError, UnsupportedError, decode_layers
 from pallas_kernels.common import device
 from pallas_kernels.decode_layer.config import WorkSplit, num_stages
-from tests.kernels.layer_cases import LayerCase, bits
+from tests.kernels.layer_cases import LayerCase, bits, over_devices
 from tests.tolerance import assert_within_rounding
 
 SMALL = LayerCase(length=37, D=64, N=4, K=2, H=16, F=96, size=16, layers=2)
+
+
+def pair() -> Mesh:
+    """Two devices."""
+    return jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
 
 
 reference = jax.jit(functools.partial(decode_layers, implementation="reference"))
@@ -33,6 +40,13 @@ def test_reference_computes_the_formula():
     wrong, _ = SMALL.exact((*given[:-1], (cos, -sin)))
     with pytest.raises(AssertionError):
         assert_within_rounding(found[0], wrong)
+
+
+def test_devices_share_heads_and_hidden_columns():
+    mesh, given = pair(), SMALL.arguments()
+    found = jax.jit(over_devices(mesh, "reference"))(*SMALL.over(mesh, given))
+    assert_within_rounding(found, SMALL.exact(given))
+    np.testing.assert_array_equal(*(bits(shard.data) for shard in found[0].addressable_shards))
 
 
 @pytest.mark.parametrize("page", [-1, 6])
@@ -113,6 +127,18 @@ def test_what_does_not_fit_is_refused():
         one = jax.tree.map(lambda leaf: leaf[:1], few_bits[1])
         with pytest.raises(InputError, match=r"qkv of all layers are \[1, .* int4 in groups"):
             decode_layers(plain[0], one, *plain[2:], implementation="hopper")
+        four = jax.make_mesh(
+            (2, 2), ("tensor", "other"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
+        )
+        for mesh, form, why in (
+            (pair(), "int4", "quantized weights over several devices"),
+            (four, None, "a mesh of 4 devices, of which tensor has 2"),
+        ):
+            share = functools.partial(decode_layers, implementation="hopper", axis="tensor")
+            alike = jax.shard_map(share, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+            case = LayerCase(length=5, layers=2, D=512, F=512, form=form)
+            with pytest.raises(UnsupportedError, match=why):
+                jax.eval_shape(alike, *case.arguments())
     with pytest.raises(UnsupportedError, match="no gradient"):
         jax.eval_shape(
             jax.grad(
@@ -122,6 +148,17 @@ def test_what_does_not_fit_is_refused():
             ),
             jnp.asarray(x),
         )
+
+
+@pytest.mark.slow  # lowering takes seconds
+def test_layers_lower_for_two_gpus():
+    case, mesh = LayerCase(length=200, N=32, K=8, layers=2, F=2048), pair()
+    with device.compiling_for(device.H200):
+        traced = jax.jit(over_devices(mesh, "hopper")).trace(*case.arguments())
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "uses_xla_collective_metadata = true" in text
+    assert "symmetric_memory_parameters" not in text, "multicast, which shared hosts forbid"
 
 
 @pytest.mark.slow  # lowering takes seconds

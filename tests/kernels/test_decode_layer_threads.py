@@ -80,7 +80,7 @@ def test_a_product_of_all_blocks_is_whole():
     x_ref, sums_ref = block.put(x), block.nothing(2, SLICES, WIDTH)
     ring, barriers = block.nothing(3, DEPTH, WIDTH // 2), block.nothing(16)
     weights = block.put(np.stack([w * 0, w]))
-    parts = block.nothing(split.parts, split.N)
+    everywhere = [block.nothing(split.parts, split.N) for _ in range(2)]  # two devices' memory
     assert split.parts > 1
     for b in range(split.blocks):
         for j, u in enumerate(units_of(split, b)):
@@ -92,10 +92,11 @@ def test_a_product_of_all_blocks_is_whole():
                 block.run(stream.fetch, barriers, ring, [weight], turn, row, column, split)
                 place = block.run(stream.slots.place, ring, turn)
                 sums = block.run(stream.tile, sums, place, x_ref, row * DEPTH)
-            block.run(stream.put, sums, sums_ref, parts, j, part, column, split)
-    got = block.read(parts, split.parts, split.N).sum(axis=0)
+            block.run(stream.put, sums, sums_ref, everywhere, j, part, column, split)
     want = x.astype(np.float64) @ w.astype(np.float64)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    for parts in everywhere:
+        got = block.read(parts, split.parts, split.N).sum(axis=0)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1 << 20, (1 << 31) + 256, (1 << 33) + 128])

@@ -16,6 +16,7 @@ import pytest
 
 from experiments.bench.serving.decode import FORMATS, in_format
 from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
@@ -28,6 +29,7 @@ from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.ops import decode_layers
 from jaxinfra.ops.quantized import H200, compiling_for
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.load import serving_placement
 from pallas_kernels.few_rows_matmul import api
 from pallas_kernels.few_rows_matmul.config import (
     FusedConfig,
@@ -64,11 +66,14 @@ def config(model_dim: int = 512) -> ModelConfig:
     return dataclasses.replace(small, stacks=(dataclasses.replace(stack, pattern=(block,)),))
 
 
-def traced_step(weights: str, sizes: ModelConfig) -> jax.extend.core.Jaxpr:
+def traced_step(
+    weights: str, sizes: ModelConfig, mesh: MeshConfig | None = None
+) -> jax.extend.core.Jaxpr:
     """A step of one row in the midst of generation."""
     policy = stored_as_computed(POLICIES[PolicyName.BF16])
-    definition = define_model(sizes, execution_on(policy=policy))
-    served = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
+    placement = None if mesh is None else serving_placement(sizes, mesh)
+    definition = define_model(sizes, execution_on(placement, policy=policy))
+    served = execution_on(placement, policy=policy, decode_form=DecodeForm(packed=True))
     form = serving_form(definition, served)
     made = functools.partial(in_format, definition, form=FORMATS[weights].weights)
     drawn = jax.eval_shape(
@@ -111,7 +116,7 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
         return default_fused(call.shape) if call.shape.bits == 16 else default_quantized(call.shape)
 
     monkeypatch.setattr(api, "fused_config", fast)
-    monkeypatch.setattr(decode_layers, "MEASURED", ())
+    monkeypatch.setattr(decode_layers, "MEASURED", {})
     with compiling_for(H200):
         step = traced_step(weights, config())
     layers = [e for e in step.eqns if e.params.get("name") == "one_repetition"]
@@ -131,9 +136,14 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
 
 
 def test_whole_layers_are_taken_where_they_were_measured():
-    def kernels(kind: str = H200.kind, weights: str = "bf16", width: int = 2048) -> int:
+    def kernels(
+        kind: str = H200.kind,
+        weights: str = "bf16",
+        width: int = 2048,
+        mesh: MeshConfig | None = None,
+    ) -> int:
         with compiling_for(dataclasses.replace(H200, kind=kind)):
-            step = traced_step(weights, config(width))
+            step = traced_step(weights, config(width), mesh)
         return len([e for e in operations(step) if e.primitive.name == "mpmd_map"])
 
     assert kernels() == 1
@@ -141,6 +151,8 @@ def test_whole_layers_are_taken_where_they_were_measured():
     assert kernels(weights="fp8") == 1
     assert kernels(kind="NVIDIA GH200 480GB") > 1  # nobody timed it there
     assert kernels(width=576) > 1  # no multiple of a tile's rows
+    assert kernels(mesh=MeshConfig(tensor=2)) == 1
+    assert kernels(mesh=MeshConfig(tensor=4)) != 1  # nobody timed it there
 
 
 def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():

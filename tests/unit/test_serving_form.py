@@ -15,7 +15,7 @@ from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.model.execution import DecodeForm
-from jaxinfra.model.serving_form import serving_form, serving_parameters
+from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.load import LoadedModel, serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
@@ -102,6 +102,35 @@ def test_what_cannot_be_packed_is_refused():
     adapted = define_model(CONFIG, execution_on(), lora=LoraConfig(rank=2, targets=("query",)))
     with pytest.raises(UnsupportedError, match="adapters"):
         serving_form(adapted, execution_on(decode_form=DecodeForm(packed=True)))
-    placement = serving_placement(model(attention(), vocab_size=32), MeshConfig(tensor=2))
-    with pytest.raises(UnsupportedError, match="packed projections over 2 devices"):
-        execution_on(placement, decode_form=DecodeForm(packed=True))
+    even = dataclasses.replace(CONFIG, vocab_size=32)
+    placement = serving_placement(even, MeshConfig(tensor=2))  # one key head for two devices
+    spread = define_model(even, execution_on(placement))
+    assert not can_pack(spread.shapes, even, spread.execution.place)
+
+
+def test_each_device_packs_its_own_columns():
+    pattern = model(attention(qkv_bias=True))
+    block = dataclasses.replace(pattern.blocks[0], feed_forward=GATED)
+    config = dataclasses.replace(
+        pattern, vocab_size=32, stacks=(Stack(pattern=(block,), repeats=3),)
+    )
+    placement = serving_placement(config, MeshConfig(tensor=2))
+    definition = define_model(config, execution_on(placement))
+    parameters = jax.device_put(drawn(definition), placement.parameters(definition))
+    assert can_pack(parameters, config, definition.execution.place)
+    form = serving_form(definition, execution_on(placement, decode_form=DecodeForm(packed=True)))
+    packed = serving_parameters(form, parameters)
+    arrays = by_path(packed)
+    assert {path: x.sharding for path, x in arrays.items()} == by_path(placement.parameters(form))
+    for path, axis, names in (
+        ("attention/packed/bias", 1, ("query", "key", "value")),
+        ("mlp/packed/weight", 2, ("gate", "up")),
+    ):
+        layer, _, leaf = path.split("/")
+        parts = [by_path(parameters)[f"blocks/0/{layer}/{name}/{leaf}"] for name in names]
+        for i, shard in enumerate(arrays[f"blocks/0/{path}"].addressable_shards):
+            own = [part.addressable_shards[i].data for part in parts]
+            np.testing.assert_array_equal(shard.data, jnp.concatenate(own, axis=axis))
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 16)).astype(np.int32)
+    logits = jax.jit(form.bind(packed))(ids)
+    assert_within_rounding(logits, oracle(drawn(definition), config, ids))

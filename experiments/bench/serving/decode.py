@@ -3,12 +3,14 @@
 python -m experiments.bench.serving.decode --out experiments/results/decode-h200.json
 python -m experiments.bench.serving.decode --presets llama3_8b --only "llama3_8b 1 x" \\
     --formats bf16 int4 fp8 --out experiments/results/quantized-decode-h200.json
+python -m experiments.bench.serving.decode --tensor 1 2 --presets llama32_1b \\
+    --only "llama32_1b 1 x" --out experiments/results/decode-h200-x2.json # over one GPU and two
 
 Random weights in the serving form; embeddings and the projection onto the vocabulary stay in
 bfloat16. The state is donated and stays on the device, and each step takes the tokens of the one
-before, as a server calls it. The time "ms" is the median of rounds in which formats alternate. The
-bound "floor_ms" reads weights and cached keys and values once, at the rate of a copy in the same
-process. The "prefill" rows are whole prompts into an empty cache; their FLOPs are those of weights,
+before, as a server calls it. The time "ms" is the median of rounds in which formats and numbers of
+GPUs alternate. The bound "floor_ms" reads weights and cached keys and values once, at the rate of a
+copy in the same process on each GPU. The "prefill" rows are whole prompts into an empty cache; their FLOPs are those of weights,
 of attention to earlier tokens only, and of one row of logits each.
 """
 
@@ -227,7 +229,7 @@ def served(
         placement,
         policy=_POLICY,
         cache_format=form.cache,
-        decode_form=DecodeForm(packed=tensor == 1),
+        decode_form=DecodeForm(packed=True),
     )
     unrolled = serving_form(definition, execution)
     packed = serving_parameters(unrolled, in_format(definition, parameters, form.weights))
@@ -319,13 +321,21 @@ def main() -> None:
     parser = options(__doc__, budget=300.0)
     parser.add_argument("--presets", nargs="+", default=["llama3_8b", "llama32_1b"])
     parser.add_argument("--formats", nargs="+", default=["bf16"], choices=[*FORMATS])
+    parser.add_argument(
+        "--tensor", nargs="+", type=int, default=[1], help="numbers of devices that share a layer"
+    )
     args = parser.parse_args()
     table = table_of(args)
     rate = 1e9 * table.add("copy", lambda: {"gb_s": copied() / 1e9}).get("gb_s", float("nan"))
     for preset in args.presets:
-        drawn = drawn_parameters(preset)
-        forms = {name: served(preset, FORMATS[name], drawn=drawn) for name in args.formats}
-        del drawn
+        forms, num_devices = {}, {}
+        for tensor in args.tensor:
+            drawn = drawn_parameters(preset, tensor=tensor)
+            for name in args.formats:
+                label = name if tensor == 1 else f"{name}, tensor={tensor}"
+                forms[label] = served(preset, FORMATS[name], tensor=tensor, drawn=drawn)
+                num_devices[label] = tensor
+            del drawn
         shapes = [
             shape
             for shape in SHAPES[preset]
@@ -347,7 +357,7 @@ def main() -> None:
                 row = {
                     "ms": medians[name],
                     "of_bf16": medians["bf16"] / medians[name] if "bf16" in medians else None,
-                    "floor_ms": 1e3 * floor_bytes(form, *shape) / rate,
+                    "floor_ms": 1e3 * floor_bytes(form, *shape) / rate / num_devices[name],
                 }
                 table.add(f"{preset} {shape[0]} x {shape[1]}, {name}", lambda row=row: row)
         for batch, length in PREFILLS[preset]:

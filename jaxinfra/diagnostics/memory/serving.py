@@ -62,7 +62,8 @@ class ServingCase:
         form = define_model(self.model, execution)
         if not self.is_unrolled:
             return form
-        packed = not self.mesh.splits_matmuls and (self.weights is None or can_pack(self.weights))
+        weights = form.shapes if self.weights is None else self.weights
+        packed = can_pack(weights, self.model, execution.place)
         how = execution_on(placement, **kept, decode_form=DecodeForm(packed=packed))
         return serving_form(form, how)
 
