@@ -26,7 +26,7 @@ from . import inputs
 from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import GROUPS, SLICES, THREADS, TileForm, WorkSplit, num_stages
-from .peers import ARRIVALS, Peers
+from .peers import Peers
 from .per_thread import each_thread
 from .reference import WEIGHTS, KeyAndValuePools, LayersCall, LayerWeights
 from .stream import Product, QuantizedTile, TileStream
@@ -37,7 +37,7 @@ _LARGE = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200"
 _LEAST_STAGES = 4
 _SHARED = "out", "down"  # products of rows that devices divide
 _MEETINGS = range(5)  # of a layer
-_OF_DEVICES = 2, 4  # those after the shared products
+_AFTER_SHARED = 2, 4  # not needed where readers wait for each sum
 _SCALES = "attention_scale", "mlp_scale"
 _LINE = 128  # bytes that L2 is asked for
 _ATTENTION, _MLP = 0, 1  # rows of the stream: what either's norm is of
@@ -105,9 +105,13 @@ def _unreachable(call: LayersCall) -> str | None:
 
 def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
     """Computes all layers of a supported call by one launch of the Hopper kernel."""
-    counter, k, v = references((jnp.zeros(2 * ARRIVALS, jnp.int32), *call.pages))
-    y = LayersKernel.of(call).result(call, {"k": k, "v": v, "counter": counter})
-    return y, (jax.freeze(k), jax.freeze(v))
+    kernel = LayersKernel.of(call)
+    shared = {} if kernel.peers is None else kernel.peers.sums(kernel.num_layers + 1)
+    arrays = dict(zip(("k", "v"), call.pages, strict=True), counter=jnp.zeros(1, jnp.int32))
+    arrays |= shared
+    refs = dict(zip(arrays, references([*arrays.values()]), strict=True))
+    y = kernel.result(call, refs)
+    return y, (jax.freeze(refs["k"]), jax.freeze(refs["v"]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +140,7 @@ class LayersKernel:
                 split=WorkSplit(
                     K=k, N=n, depth=form.depth, devices=call.devices if name in _SHARED else 1
                 ),
-                is_whole=name in ("qkv", "gate_up"),
+                is_whole=name in ("qkv", "gate_up"), ahead=name == "down",
             )
             for name, (k, n) in shapes.items()
         )  # fmt: skip
@@ -158,11 +162,11 @@ class LayersKernel:
 
     @property
     def peers(self) -> Peers | None:
-        """The other devices that compute these layers; None if this one does alone."""
+        """Sums that devices write to one another; None if one device computes the layers."""
         if self.axis is None or self.devices == 1:
             return None
         splits = {p.parts: p.split for p in self.products if p.weight in _SHARED}
-        return Peers(axis=self.axis, devices=self.devices, splits=splits, blocks=self.blocks)
+        return Peers(axis=self.axis, devices=self.devices, splits=splits)
 
     @property
     def x_bytes(self) -> int:
@@ -200,8 +204,8 @@ class LayersKernel:
         """Launches the kernel and returns y, [1, D].
 
         Args:
-            refs: references to arrays written in place: "counter", int32 zeros, and the pools "k"
-                and "v".
+            refs: references to arrays written in place: "counter", int32 [1], pools "k" and "v",
+                and the sums of ``peers``.
         """
         sizes, width = self.attention.sizes, call.x.shape[1]
         parts = most_parts(sizes.K, self.blocks)
@@ -212,8 +216,9 @@ class LayersKernel:
             "stats": jax.ShapeDtypeStruct((parts, sizes.N, 2), jnp.float32),
         }
         for product in self.products:
-            shape = (product.split.sums, product.split.N)
-            results[product.parts] = jax.ShapeDtypeStruct(shape, jnp.float32)
+            shape = (product.split.parts, product.split.N)
+            if product.parts not in refs:
+                results[product.parts] = jax.ShapeDtypeStruct(shape, jnp.float32)
         return launch(
             self.run,
             name="decode_layers",
@@ -255,7 +260,7 @@ class LayersKernel:
         put_normed = functools.partial(self.put_normed, gmem, smem)
 
         def layer(i, _):
-            meet = functools.partial(self.meet, gmem, smem, i)
+            meet = functools.partial(self.meet, gmem, i)
             multiply = functools.partial(stream.multiply, gmem, smem, i, plan=plan)
             pl.when(i == 0)(lambda: put_normed(i, _ATTENTION, None))
             pl.when(i > 0)(lambda: put_normed(i, _ATTENTION, down))
@@ -279,15 +284,12 @@ class LayersKernel:
         lax.fori_loop(0, self.num_layers, layer, None)
         self.write(gmem, down)
 
-    def meet(self, gmem, smem, layer: jax.Array, which: int) -> None:
-        """Barrier of all blocks, and after a shared product of all devices."""
-        peers, apart = self.peers, _OF_DEVICES
-        if peers is not None and which in apart:
-            peers.meet(gmem.counter, smem, layer * len(apart) + apart.index(which))
-            return
-        own = [each for each in _MEETINGS if peers is None or each not in apart]
-        grid = GridBarrier(blocks=self.blocks, threads=THREADS)
-        grid.meet(gmem.counter, layer * len(own) + own.index(which))
+    def meet(self, gmem, layer: jax.Array, which: int) -> None:
+        """Barrier of all blocks, if it is needed."""
+        needed = [each for each in _MEETINGS if self.peers is None or each not in _AFTER_SHARED]
+        if which in needed:
+            grid = GridBarrier(blocks=self.blocks, threads=THREADS)
+            grid.meet(gmem.counter, layer * len(needed) + needed.index(which))
 
     def put_hidden(self, gmem, smem, wide: Product, down: Product) -> None:
         """Computes the MLP's hidden values from all blocks' gates and ups, into shared memory."""
@@ -328,6 +330,7 @@ class LayersKernel:
         split, parts = None, []
         if product is not None:
             split, parts = product.split, [getattr(gmem, product.parts)]
+        stacks = [*(parts if self.is_shared(product) else []), getattr(gmem, _SCALES[row])]
 
         def body(x, stream, squares, x_smem, *rest):
             *parts, scale, block = rest
@@ -337,15 +340,25 @@ class LayersKernel:
             )  # fmt: skip
             meet_in_block(THREADS)
 
-        refs = [gmem.x, gmem.stream, smem.squares, smem.x, *parts]
-        numbers, stacks = [lax.axis_index("block")], [getattr(gmem, _SCALES[row])]
-        each_thread(body, refs, numbers, layer=layer, stacks=stacks)
+        refs = [gmem.x, gmem.stream, smem.squares, smem.x]
+        refs += [] if self.is_shared(product) else parts
+        each_thread(body, refs, [lax.axis_index("block")], layer=layer, stacks=stacks)
 
     def write(self, gmem, down: Product) -> None:
         """Writes the block's part of the result to global memory."""
 
-        def body(*given):
-            inputs.write_result(*given, row=_MLP, split=down.split, dtype=self.dtype)
+        def body(stream, y, parts, block):
+            inputs.write_result(
+                parts, stream, y, block, row=_MLP, split=down.split, dtype=self.dtype
+            )
 
-        refs = [getattr(gmem, down.parts), gmem.stream, gmem.y]
-        each_thread(body, refs, [lax.axis_index("block")])
+        refs, parts, last = [gmem.stream, gmem.y], [getattr(gmem, down.parts)], self.num_layers
+        block = [lax.axis_index("block")]
+        if self.is_shared(down):
+            each_thread(body, refs, block, layer=last, stacks=parts)
+        else:
+            each_thread(body, refs + parts, block)
+
+    def is_shared(self, product: Product | None) -> bool:
+        """Whether all devices add to a product; its sums are then stacked by layers."""
+        return product is not None and product.split.devices > 1

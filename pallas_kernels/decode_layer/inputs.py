@@ -31,6 +31,7 @@ from pallas_kernels.hopper.threads import (
     widened_pair,
 )
 
+from . import peers
 from .config import SLICES, THREADS, WorkSplit
 from .per_thread import below, thread_anew, warp_and_lane
 
@@ -47,10 +48,23 @@ class Columns:
 
     def partial_sums(self, parts, column) -> list[list[Any]]:
         """Loads every partial sum of columns ``column`` (a multiple of 4) to ``column + 3``."""
-        return [
-            load_quad(parts, total(column, constant(part * self.split.N)))
-            for part in range(self.split.sums)
-        ]
+        return [load_quad(parts, at) for at in self._rows(column)]
+
+    def wait(self, parts) -> None:
+        """Waits for sums that other devices write; otherwise a barrier came before."""
+        if self.split.devices > 1:
+            peers.wait_for_units(parts, self.split)
+
+    def arrived(self, found: list[list[Any]], parts, column) -> list[list[Any]]:
+        """Waits for those of ``partial_sums`` that other devices have not written."""
+        if self.split.devices == 1:
+            return found
+        places = [global_place(parts, at, 4) for at in self._rows(column)]
+        return [peers.arrived(quad, place) for quad, place in zip(found, places, strict=True)]
+
+    def _rows(self, column) -> list[Any]:
+        rows = range(self.split.sums)
+        return [total(column, constant(row * self.split.N)) for row in rows]
 
 
 def added(quads: list[list[Any]]) -> list[Any]:
@@ -104,6 +118,8 @@ def put_normed(
     width = norm.scale.shape[-1]
     mine = quads(width // QUAD)
     partial_sums, columns = [], None if split is None else Columns(split=split)
+    if columns is not None:
+        columns.wait(parts)
     for quad in mine:
         at = total((quad, QUAD))
         if columns is None:
@@ -112,6 +128,11 @@ def put_normed(
             before = load_quad(stream, total(at, constant((1 - row) * width)))
             partial_sums.append([before, *columns.partial_sums(parts, at)])
     scales = [_scales(scale, total((quad, QUAD)), norm) for quad in mine]
+    if columns is not None:
+        partial_sums = [
+            [before, *columns.arrived(found, parts, total((quad, QUAD)))]
+            for quad, (before, *found) in zip(mine, partial_sums, strict=True)
+        ]
     rows, square = [added(each) for each in partial_sums], number(0.0)
     for i, found in enumerate(rows):
         first = total(mgpu_utils.thread_idx(), constant(i * THREADS))
@@ -134,6 +155,8 @@ def put_normed(
 
 def write_result(parts, stream, y, block, *, row: int, split: WorkSplit, dtype: jnp.dtype) -> None:
     """Writes this block's quads of the result: residual stream plus product, rounded once."""
+    columns = Columns(split=split)
+    columns.wait(parts)
     count = split.N // QUAD
     each = -(-count // split.blocks)
     assert each <= THREADS, "a thread has a quad"
@@ -142,7 +165,8 @@ def write_result(parts, stream, y, block, *, row: int, split: WorkSplit, dtype: 
     with mgpu_utils.when(arith.andi(below(mine, constant(each)), below(quad, constant(count)))):
         at = total((quad, QUAD))
         before = load_quad(stream, total(at, constant(row * split.N)))
-        found = added([before, *Columns(split=split).partial_sums(parts, at)])
+        found = columns.arrived(columns.partial_sums(parts, at), parts, at)
+        found = added([before, *found])
         words = [packed_pair(found[i : i + 2], dtype) for i in (0, 2)]
         place = global_place(y, at, 2)
         assembly(None, [place, *words], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r", pure=False)

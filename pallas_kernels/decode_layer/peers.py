@@ -1,8 +1,9 @@
-"""The GPUs that share each layer's heads and hidden columns: their sums, and a barrier of all.
+"""The GPUs of one mesh axis that share each layer's heads and hidden columns.
 
-Each GPU multiplies its own rows of the output and down weights. Every partial sum is written over
-NVLink to the same place on every GPU, so that all add the same numbers in the same order. Addresses
-on peers are read once per launch and kept in shared memory.
+Each GPU multiplies its own rows of the output and down weights. It writes every partial sum to all
+GPUs, over NVLink to the others, so that all of them add the same numbers in the same order. A sum
+has a place of its own for each layer, which holds ``NOT_YET`` until it arrives. So readers need no
+barrier: they load again what has not arrived.
 """
 
 import dataclasses
@@ -15,69 +16,73 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.grid import meet_in_block
-from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
-from pallas_kernels.hopper.threads import Address, address, assembly, constant, global_place, total
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu_utils, plgpu
+from pallas_kernels.hopper.threads import (
+    Address,
+    address,
+    assembly,
+    constant,
+    global_place,
+    i32,
+    total,
+)
 
-from .config import THREADS, WorkSplit
-from .per_thread import each_thread
+from .config import THREADS, WIDTH, WorkSplit
+from .per_thread import each_thread, thread_anew
 
-_COUNTER = "counter"
-ARRIVALS = 32  # index of the barrier's counter, on another line than the blocks' own
+NOT_YET = -1
+"""Bits of a sum that has not arrived: a NaN that no addition returns."""
+_MOST_LOADS = 25_000_000  # of 0.7 us each: without a GPU's sums the launch fails after 20 s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Peers:
-    """Arrays in global memory that the GPUs of one mesh axis write on each other."""
+    """The partial sums that the GPUs of an axis write to one another."""
 
     axis: str
     devices: int
-    splits: dict[str, WorkSplit]  # of products whose sums all GPUs need, by the sums' names
-    blocks: int
-    # Most reads of the counter, of 0.7 us each: without a GPU the launch fails after 20 s.
-    polls: int = 25_000_000
+    splits: dict[str, WorkSplit]  # of the shared products, by the names of their partial sums
+
+    def sums(self, num_layers: int) -> dict[str, jax.Array]:
+        """Returns arrays [L, devices parts, N] for the sums: what a layer's readers wait for."""
+        return {
+            name: jnp.full((num_layers, split.sums, split.N), NOT_YET, jnp.int32)
+            for name, split in self.splits.items()
+        }
 
     def scratch(self) -> dict[str, Any]:
         """Returns the shared-memory buffer of addresses: 8 bytes per array and GPU."""
-        return {"peers": plgpu.SMEM((2 * self.devices * len(self.names),), jnp.int32)}
+        return {"peers": plgpu.SMEM((2 * self.devices * len(self.splits),), jnp.int32)}
 
     def begin(self, gmem, smem) -> None:
-        """Stores the addresses at which this GPU writes on all; a block barrier must follow.
-
-        Args:
-            gmem: arrays, among them the partial sums fp32 [devices parts, N], and the counter
-                int32 [> ARRIVALS], which is 0 on every GPU before any of the launches begins.
+        """Stores the addresses of this GPU's rows of sums on all GPUs; a block barrier must
+        follow.
         """
         everywhere = [
             plgpu.remote_ref(getattr(gmem, name), jnp.int32(device), pl.DeviceIdType.LOGICAL)
-            for name in self.names
+            for name in self.splits
             for device in range(self.devices)
         ]
-        offsets = [at for name in self.names for at in self.offsets(name)]
 
         def store(table, *rest):
             *refs, rank = rest
             first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
             with mgpu_utils.when(first):
-                starts = [total((rank, s.parts * s.N)) for s in self.splits.values()]
-                starts = [s for s in [*starts, constant(ARRIVALS)] for _ in range(self.devices)]
-                for ref, start, at in zip(refs, starts, offsets, strict=True):
-                    both = [address(table), global_place(ref, start, 4)]
-                    assembly(None, both, f"st.shared.b64 [$0+{at}], $1;", "r,l", pure=False)
+                for name, split in self.splits.items():
+                    start = total((rank, split.parts * split.N))
+                    for at in self.offsets(name):
+                        both = [address(table), global_place(refs[at // 8], start, 4)]
+                        assembly(None, both, f"st.shared.b64 [$0+{at}], $1;", "r,l", pure=False)
 
         each_thread(store, [smem.peers, *everywhere], [lax.axis_index(self.axis)])
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the arrays that GPUs write on each other."""
-        return [*self.splits, _COUNTER]
-
     def offsets(self, name: str) -> list[int]:
-        """Returns the offsets in bytes, in the buffer of addresses, of an array's on all GPUs."""
-        first = self.names.index(name) * self.devices
+        """Returns the offsets in bytes, in the buffer of addresses, of those of ``name``."""
+        first = [*self.splits].index(name) * self.devices
         return [8 * (first + device) for device in range(self.devices)]
 
     def places(self, table: Any, name: str) -> list[Address]:
-        """Loads the addresses, on all GPUs, of this GPU's rows of sums, or of the counter."""
+        """Loads the addresses, on all GPUs, of this GPU's rows of sums."""
         i64 = ir.IntegerType.get_signless(64)
         found = []
         for at in self.offsets(name):
@@ -85,48 +90,55 @@ class Peers:
             found.append(assembly(i64, [address(table)], text, "=l,r", pure=False))
         return list(map(Address, found))
 
-    def meet(self, counter: Any, smem, before: jax.Array) -> None:
-        """Waits until all blocks of all GPUs arrive; their earlier writes are then visible.
 
-        The launch fails with an error if a GPU does not arrive within about 20 s.
+def wait_for_units(parts: Any, split: WorkSplit) -> None:
+    """Waits until some of each unit's sums have arrived; the block's threads share the units.
 
-        Args:
-            before: number of earlier calls in the launch.
-        """
+    Then nearly all sums are there: threads load theirs at once, and see to the others with
+    ``arrived``.
+    """
+    units, places = split.units * split.devices, []
+    for first in range(0, units, THREADS):
+        unit = arith.minui(total(thread_anew(), constant(first)), constant(units - 1))
+        row, column = (f(unit, constant(split.across)) for f in (arith.divui, arith.remui))
+        places.append(global_place(parts, total((row, split.N), (column, WIDTH)), 4))
+    load = "ld.relaxed.sys.global.b32 $0, [$1];"
+    found = [assembly(i32(), [place], load, "=r,l", pure=False) for place in places]
+    for word, place in zip(found, places, strict=True):
+        _again([word], place)
+    meet_in_block(THREADS)
 
-        def body(counter, table, before):
-            meet_in_block(THREADS)
-            first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
-            with mgpu_utils.when(first):
-                assembly(None, [], "fence.acq_rel.sys;", "~{memory}", pure=False)
-                for place in self.places(table, _COUNTER):
-                    text = "red.relaxed.sys.global.add.u32 [$0], 1;"
-                    assembly(None, [place.value], text, "l,~{memory}", pure=False)
-                arrivals = self.blocks * self.devices
-                wanted = total((before, arrivals), constant(arrivals))
-                self.wait(global_place(counter, constant(ARRIVALS), 4), wanted)
-            meet_in_block(THREADS)
 
-        each_thread(body, [counter, smem.peers], [before])
+def arrived(quad: list[Any], place: Any) -> list[Any]:
+    """Returns four sums, loaded again from ``place`` until all of them have arrived.
 
-    def wait(self, counter: Any, wanted: Any) -> None:
-        """Polls a counter until it is ``wanted`` or more; fails after ``polls`` reads."""
-        text = f"""
-{{
-.reg .pred there;
-.reg .pred over;
-.reg .b32 now;
-.reg .b32 polls;
-mov.u32 polls, {self.polls};
-WAIT:
-ld.acquire.sys.global.u32 now, [$0];
-setp.ge.u32 there, now, $1;
-@there bra DONE;
-sub.u32 polls, polls, 1;
-setp.eq.u32 over, polls, 0;
-@!over bra WAIT;
-trap;
-DONE:
-}}
-"""
-        assembly(None, [counter, wanted], text, "l,r,~{memory}", pure=False)
+    The launch fails if one does not arrive within about 20 s.
+
+    Args:
+        quad: four fp32 numbers that were loaded from there.
+    """
+    found = _again([arith.bitcast(i32(), x) for x in quad], place)
+    return [arith.bitcast(ir.F32Type.get(), word) for word in found]
+
+
+def _again(words: list[Any], place: Any) -> list[Any]:
+    """Returns one or four words, loaded again until none is ``NOT_YET``."""
+    count = len(words)
+    copied = [f"mov.b32 ${i}, ${count + 1 + i};" for i in range(count)]
+    seen = [f"setp.eq.or.u32 late, ${i}, {NOT_YET}, late;" for i in range(1, count)]
+    load = (
+        "ld.relaxed.sys.global.b32 $0"
+        if count == 1
+        else ("ld.relaxed.sys.global.v4.b32 {$0,$1,$2,$3}")
+    )
+    lines = [
+        "{", ".reg .pred late;", ".reg .pred over;", ".reg .b32 left;", *copied,
+        f"mov.u32 left, {_MOST_LOADS};", "AGAIN:", f"setp.eq.u32 late, $0, {NOT_YET};", *seen,
+        "@!late bra DONE;", "sub.u32 left, left, 1;", "setp.eq.u32 over, left, 0;", "@over trap;",
+        f"{load}, [${count}];", "bra AGAIN;", "DONE:", "}",
+    ]  # fmt: skip
+    kinds = ",".join(["=r"] * count + ["l"] + ["r"] * count + ["~{memory}"])
+    single = count == 1
+    kind = i32() if single else llvm.StructType.get_literal([i32()] * count)
+    found = assembly(kind, [place, *words], "\n".join(lines), kinds, pure=False)
+    return [found] if single else [llvm.extractvalue(i32(), found, [i]) for i in range(count)]

@@ -147,6 +147,11 @@ class Product:
     split: WorkSplit
     scales: str  # name of all layers' scales, if the weights are quantized
     is_whole: bool  # all of x is in shared memory, not only the block's rows of K
+    ahead: bool = False  # the next layer reads the result
+
+    def stack_index(self, layer: jax.Array) -> jax.Array:
+        """Returns the layer that reads this product of ``layer``."""
+        return layer + 1 if self.ahead else layer
 
     def count(self) -> jax.Array:
         """Returns the number of weight tiles that this block multiplies."""
@@ -290,8 +295,8 @@ class TileStream:
         down, before = product.split.down, self.before(layer, which, plan)
 
         def unit(j, _):
-            part, row, column = product.place(j * down)
-            base = row if product.is_whole else j * down
+            part, first, column = product.place(j * down)
+            base = first if product.is_whole else j * down
 
             def step(i, sums):
                 return self.add_tile(
@@ -300,9 +305,11 @@ class TileStream:
 
             zeros = _HELD.initial(lambda: [number(0.0)] * _COLUMNS)
             sums = lax.fori_loop(0, down, step, zeros)
-            is_shared = product.split.devices > 1
-            parts = smem.peers if is_shared else getattr(gmem, product.parts)
-            self.write_sums(sums, smem.sums, parts, j, part, column, product)
+            if product.split.devices == 1:
+                parts, row = getattr(gmem, product.parts), part
+            else:
+                parts, row = smem.peers, part + product.stack_index(layer) * product.split.sums
+            self.write_sums(sums, smem.sums, parts, j, row, column, product)
 
         lax.fori_loop(0, lax.div(product.count(), jnp.int32(down)), unit, None)
 
@@ -392,6 +399,8 @@ class TileStream:
                 found.append(assembly(ir.F32Type.get(), [place], text, "=f,r", pure=False))
             at = total((part, split.N), (column, WIDTH), mine)
             whole = functools.reduce(arith.addf, found)
-            for each in places:
+            text = "st.relaxed.sys.global.f32 [$0], $1;"
+            if split.devices == 1:
                 text = "st.global.f32 [$0], $1;"
+            for each in places:
                 assembly(None, [global_place(each, at, 4), whole], text, "l,f", pure=False)

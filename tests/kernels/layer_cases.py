@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import decode_layers
@@ -185,6 +185,11 @@ class LayerCase:
         powers = powers / np.sum(powers, axis=-1, keepdims=True)
         attended = np.einsum("kgl,lkh->kgh", powers, values)
         return np.reshape(attended, (1, -1)), new
+
+
+def pair() -> Mesh:
+    """Two devices."""
+    return jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
 
 
 def specs(axis: str) -> tuple[Any, ...]:

@@ -10,21 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import InputError, UnsupportedError, decode_layers
 from pallas_kernels.common import device
 from pallas_kernels.decode_layer.config import WorkSplit, num_stages
-from tests.kernels.layer_cases import LayerCase, bits, over_devices
+from tests.kernels.layer_cases import LayerCase, bits, over_devices, pair
 from tests.tolerance import assert_within_rounding
 
 SMALL = LayerCase(length=37, D=64, N=4, K=2, H=16, F=96, size=16, layers=2)
-
-
-def pair() -> Mesh:
-    """Two devices."""
-    return jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
 
 
 reference = jax.jit(functools.partial(decode_layers, implementation="reference"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode_layers
-from tests.kernels.layer_cases import LayerCase, bits
+from tests.kernels.layer_cases import LayerCase, bits, over_devices, pair
 from tests.tolerance import assert_within_rounding
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +46,22 @@ def test_layers_are_right_and_repeat_bit_for_bit(name):
     case.assert_nothing_else_written(given, first[1])
     for _ in range(20):
         again = f(*given)
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(first), strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs that reach each other")
+@pytest.mark.parametrize("name", ["one token", "page begins", "wide heads", "1b"])
+def test_two_gpus_share_layers_and_agree_bit_for_bit(name):
+    case, mesh = CASES[name], pair()
+    given = case.arguments()
+    spread, f = case.over(mesh, given), jax.jit(over_devices(mesh, "hopper"))
+    first = f(*spread)
+    assert_within_rounding(first, case.exact(given))
+    case.assert_nothing_else_written(given, first[1])
+    np.testing.assert_array_equal(*(bits(shard.data) for shard in first[0].addressable_shards))
+    for _ in range(100):
+        again = f(*spread)
         for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(first), strict=True):
             np.testing.assert_array_equal(bits(a), bits(b))
 
