@@ -26,7 +26,7 @@ from . import inputs
 from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import GROUPS, SLICES, THREADS, TileForm, WorkSplit, num_stages
-from .peers import Peers
+from .peers import SharedSums
 from .per_thread import each_thread
 from .reference import WEIGHTS, KeyAndValuePools, LayersCall, LayerWeights
 from .stream import Product, QuantizedTile, TileStream
@@ -161,12 +161,12 @@ class LayersKernel:
         )  # fmt: skip
 
     @property
-    def peers(self) -> Peers | None:
+    def peers(self) -> SharedSums | None:
         """Sums that devices write to one another; None if one device computes the layers."""
         if self.axis is None or self.devices == 1:
             return None
         splits = {p.parts: p.split for p in self.products if p.weight in _SHARED}
-        return Peers(axis=self.axis, devices=self.devices, splits=splits)
+        return SharedSums(axis=self.axis, devices=self.devices, splits=splits)
 
     @property
     def x_bytes(self) -> int:

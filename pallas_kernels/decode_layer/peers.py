@@ -36,7 +36,7 @@ _MOST_LOADS = 25_000_000  # of 0.7 us each: without a GPU's sums the launch fail
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Peers:
+class SharedSums:
     """The partial sums that the GPUs of an axis write to one another."""
 
     axis: str

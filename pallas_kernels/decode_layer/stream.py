@@ -50,7 +50,7 @@ from .config import (
     TileForm,
     WorkSplit,
 )
-from .peers import Peers
+from .peers import SharedSums
 from .per_thread import (
     below,
     beyond,
@@ -176,7 +176,7 @@ class TileStream:
     num_stages: int
     dtype: jnp.dtype
     codes: QuantizedTile | None = None  # None: weights in 16 bits
-    peers: Peers | None = None  # None: one device has all of each product
+    peers: SharedSums | None = None  # None: one device has all of each product
 
     @property
     def form(self) -> TileForm:
@@ -352,7 +352,7 @@ class TileStream:
         """Adds a unit's sums over all warps and writes them to ``parts[part]`` at its columns.
 
         Args:
-            parts: the product's partial sums, or addresses of them on all devices (``Peers``).
+            parts: the product's partial sums, or addresses of them on all devices (``SharedSums``).
         """
         numbers = (j, part, column)
         kinds = (_HELD.layout, *[plgpu.RefType()] * 2, *[plgpu.Layout.WG_SPLAT(())] * 3)
