@@ -187,13 +187,12 @@ class LoadedModel:
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
         if not is_unrolled or definition.lora is not None or in_8_bits:
             return self.decoder
-        is_packed = can_pack(self.parameters, definition.config, definition.execution.place)
-        is_packed = is_packed and not policy.is_exact
+        fits = can_pack(self.parameters, definition.config, definition.execution.place)
         execution = execution_on(
             self.placement,
             policy=policy,
             cache_format=definition.execution.cache_format,
-            decode_form=DecodeForm(packed=is_packed),
+            decode_form=DecodeForm(packed=fits and not policy.is_exact),
         )
         form = serving_form(definition, execution)
         if self.is_described:
