@@ -7,6 +7,7 @@ Dims: B batch, T position, N query heads, K key/value heads, H head width.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +138,7 @@ class ShardedDecodeLayers:
         if place.mesh.size != place.mesh.shape[MeshAxis.TENSOR] or pages.tables_BM is None:
             return None
         heads, hidden = ((None, None, dim) for dim in (axes.Q_HEADS, axes.MLP))
-        layers_spec = LayerWeights(
+        specs: dict[str, Any] = dict(
             attention_norm=whole, qkv=place.spec(heads), out=place.spec((*heads[1:], None)),
             mlp_norm=whole, gate_up=place.spec(hidden), down=place.spec((*hidden[1:], None)),
         )  # fmt: skip
@@ -158,7 +159,7 @@ class ShardedDecodeLayers:
 
         found = place.on_each_device(
             local,
-            in_specs=(whole, layers_spec, arrays_spec, whole, whole, whole),
+            in_specs=(whole, LayerWeights(**specs), arrays_spec, whole, whole, whole),
             out_specs=(whole, arrays_spec),
             check_vma=False,  # as above
         )(x_BTD, layers, pages.arrays, jnp.asarray(pages.tables_BM), positions_BT, rope)

@@ -10,8 +10,9 @@ Random weights in the serving form; embeddings and the projection onto the vocab
 bfloat16. The state is donated and stays on the device, and each step takes the tokens of the one
 before, as a server calls it. The time "ms" is the median of rounds in which formats and numbers of
 GPUs alternate. The bound "floor_ms" reads weights and cached keys and values once, at the rate of a
-copy in the same process on each GPU. The "prefill" rows are whole prompts into an empty cache; their FLOPs are those of weights,
-of attention to earlier tokens only, and of one row of logits each.
+copy in the same process on each GPU. The "prefill" rows are whole prompts into an empty cache;
+their FLOPs are those of weights, of attention to earlier tokens only, and of one row of logits
+each.
 """
 
 import concurrent.futures
