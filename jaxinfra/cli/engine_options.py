@@ -11,7 +11,7 @@ import jax
 
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import Numerics, PolicyName
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.compile_cache import keep_compiled_programs
@@ -69,6 +69,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
+def one_copy_mesh(option: str) -> MeshConfig:
+    """Returns the mesh that ``--mesh`` names, over which one copy of a model generates.
+
+    Raises:
+        ConfigError: the mesh divides a batch, which generation does not.
+    """
+    mesh = parse_mesh(option)
+    if (shards := mesh.num_data_shards // mesh.expert) > 1:
+        raise ConfigError(
+            f"--mesh {option}: it splits a batch over {shards} replica or fsdp devices, and each "
+            "would hold the pages of all requests; give it tensor devices, or fsdp ones that all "
+            "share experts (fsdp=2,expert=2), and others a server of their own (serve --replicas)"
+        )
+    return mesh
+
+
 def load_models(
     args: argparse.Namespace,
     *paths: Path,
@@ -80,7 +96,8 @@ def load_models(
     Args:
         read: ``load``, or ``describe`` for shapes in place of weights.
     """
-    policy, mesh = None if args.policy is None else PolicyName(args.policy), parse_mesh(args.mesh)
+    mesh = one_copy_mesh(args.mesh)
+    policy = None if args.policy is None else PolicyName(args.policy)
     keep_compiled_programs(user_cache())
     # Processes of one model would have to find the same programs.
     store = ProgramStore.of_user() if jax.process_count() == 1 else None

@@ -30,6 +30,7 @@ from jaxinfra.cli.engine_options import (
     add_model_arguments,
     engine_options,
     load_models,
+    one_copy_mesh,
 )
 from jaxinfra.cli.template_option import add_template_argument, template_settings
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
@@ -234,14 +235,7 @@ def run(args: argparse.Namespace) -> int:
     _require_extra()
     # What only a server needs is imported here: other commands do without.
     start = importlib.import_module("jaxinfra.serving.http.start")
-    mesh = parse_mesh(args.mesh)
-    if (shards := mesh.num_data_shards // mesh.expert) > 1:
-        raise ConfigError(
-            f"--mesh {args.mesh}: it splits a batch over {shards} replica or fsdp devices, and "
-            "each would hold the pages of all requests; give it tensor devices, or fsdp ones "
-            "that all share experts (fsdp=2,expert=2), and others a server of their own "
-            "(--replicas)"
-        )
+    mesh = one_copy_mesh(args.mesh)
     _check_job(args, detect_cluster(os.environ))
     path = _trained() if args.model is None else model_path(args.model)
     if args.replicas is not None:

@@ -180,7 +180,7 @@ def directories(tmp_path_factory):
 def test_models_of_every_layout_are_loaded_onto_a_mesh(directories, source, capsys):
     command = ["generate", str(directories / source), "--prompt", "abc", "--max-new-tokens", "16"]
     texts = []
-    for mesh in ("", "fsdp=2,tensor=2" if source == "run" else "tensor=2"):
+    for mesh in ("", "tensor=2"):
         assert main.main([*command, "--temperature", "0", "--mesh", mesh]) == 0
         texts.append(capsys.readouterr().out)
         loaded = load(directories / source, mesh=parse_mesh(mesh))
@@ -193,6 +193,14 @@ def test_models_of_every_layout_are_loaded_onto_a_mesh(directories, source, caps
     true = oracle(drawn(make_job(RUN).model), RUN.model, ids)
     for logits in (one, two):
         assert_within_rounding(logits, true)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "compile"])
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "replica=2"])
+def test_commands_that_generate_hold_one_copy(directories, capsys, command, mesh):
+    words = ["--prompt", "a"] if command == "generate" else []
+    assert main.main([command, str(directories / "run"), *words, "--mesh", mesh]) == 1
+    assert "it splits a batch over 2 replica or fsdp devices" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
