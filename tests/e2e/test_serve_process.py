@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -93,6 +94,61 @@ def test_a_signal_ends_it_after_its_requests(model):
         assert answers[0]["usage"]["completion_tokens"] == 3600
         assert "stopped by SIGTERM: 60 requests, 3600 tokens" in served.stdout.read()
         assert served.wait(30) == 0
+
+
+def answered(address: str, body, *, until: float) -> str:
+    """The answer's text, asked for again while no server listens or it is starting or stopping."""
+    data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    while True:
+        try:
+            request = urllib.request.Request(f"{address}/v1/completions", data, kind)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.loads(answer.read())["choices"][0]["text"]
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code != 503:
+                raise
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError):
+                raise
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_clients_that_wait_get_all_answers_over_a_restart(model):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = (str(model), "--max-running", "2", "--max-step-tokens", "32", "--name", "m")
+    cache = {**os.environ, "XDG_CACHE_HOME": str(model.parent)}
+    until = time.monotonic() + 240
+    bodies = [
+        {"model": "m", "prompt": [1 + client, 2], "max_tokens": 40, "temperature": 0}
+        for client in range(6)
+    ]
+
+    def answers(body):
+        return [answered(f"http://127.0.0.1:{port}", body, until=until) for _ in range(40)]
+
+    def started():
+        return process(model.parent, *words, "--port", str(port), environment=cache)
+
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        with started() as first:
+            assert any(" at http" in line for line in first.stdout)
+            coming = [pool.submit(answers, body) for body in bodies]
+            answered(f"http://127.0.0.1:{port}", bodies[0], until=until)
+            os.kill(first.pid, signal.SIGTERM)
+            first.stdout.read()
+            assert first.wait(60) == 0
+        assert not all(each.done() for each in coming)
+        with started() as second:
+            texts = [each.result() for each in coming]
+            second.send_signal(signal.SIGTERM)
+            said = second.stdout.read()
+    assert [len(each) for each in texts] == [40] * len(bodies)
+    assert [len({*each}) for each in texts] == [1] * len(bodies), "both say the same"
+    assert "stopped by SIGTERM" in said
 
 
 @pytest.mark.slow

@@ -97,15 +97,16 @@ VALUES = ("plain words", 'quo"ted', "new\nline", 17, None, {"deep": ["list"]}, "
 NOISE = ("", "noise", "}", '"', "]", "<", "<tool_call>", "[TOOL_CALLS]", "<|message|>")
 
 
-def test_partial_calls_lose_no_text():
-    """500 answers with calls, cut anywhere, with something wrong anywhere, in any pieces."""
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("number", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", TOOL_FORMS)
+def test_partial_calls_lose_no_text(form, number):
+    """Answers with calls, cut anywhere, with something wrong anywhere, in any pieces."""
+    rng = np.random.default_rng(len(form))
 
     def one(of):
         return of[rng.integers(len(of))]
 
-    for number in range(500):
-        form = [*TOOL_FORMS][number % len(TOOL_FORMS)]
+    for _ in range(number):
         arguments = {key: one(VALUES) for key in ("city", "days", "other") if rng.random() < 0.7}
         whole = one(BEFORE) + spelled_calls(form, [("look", arguments)])
         at, end = rng.integers(0, len(whole) + 1, 2)
