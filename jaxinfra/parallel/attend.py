@@ -135,8 +135,11 @@ class ShardedDecodeLayers:
     ) -> DecodedLayers | None:
         """Computes all layers in one launch per device; None if the kernel cannot."""
         place, whole = self.placement, PartitionSpec()
-        if place.mesh.size != place.mesh.shape[MeshAxis.TENSOR] or pages.tables_BM is None:
+        num_devices, ids = place.mesh.size, [device.id for device in place.mesh.devices.flat]
+        if num_devices != place.mesh.shape[MeshAxis.TENSOR] or pages.tables_BM is None:
             return None
+        if ids != [*range(num_devices)]:
+            return None  # Mosaic GPU counts peers from the first device
         heads, hidden = ((None, None, dim) for dim in (axes.Q_HEADS, axes.MLP))
         specs: dict[str, Any] = dict(
             attention_norm=whole, qkv=place.spec(heads), out=place.spec((*heads[1:], None)),

@@ -84,7 +84,7 @@ def test_rings_fit():
     assert num_stages(4 * 60_000) < 0
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused(monkeypatch):
     x, layers, pages, *rest = SMALL.arguments()
     with pytest.raises(InputError, match="must be hopper"):
         decode_layers(x, layers, pages, *rest, implementation="triton")  # pyrefly: ignore
@@ -134,6 +134,9 @@ def test_what_does_not_fit_is_refused():
             case = LayerCase(length=5, layers=2, D=512, F=512, form=form)
             with pytest.raises(UnsupportedError, match=why):
                 jax.eval_shape(alike, *case.arguments())
+        with monkeypatch.context() as patch, pytest.raises(UnsupportedError, match="processes"):
+            patch.setattr(jax, "process_count", lambda: 2)
+            jax.eval_shape(over_devices(pair(), "hopper"), *SMALL.arguments())
     with pytest.raises(UnsupportedError, match="no gradient"):
         jax.eval_shape(
             jax.grad(
