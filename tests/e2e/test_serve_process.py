@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import os
 import pathlib
@@ -109,8 +110,11 @@ def answered(address: str, body, *, until: float) -> str:
             if error.code != 503:
                 raise
         except urllib.error.URLError as error:
-            if not isinstance(error.reason, ConnectionRefusedError):
+            if not isinstance(error.reason, ConnectionRefusedError | ConnectionResetError):
                 raise
+        except ConnectionResetError as error:
+            if isinstance(error, http.client.RemoteDisconnected):
+                raise  # closed without an answer, not reset before it was accepted
         assert time.monotonic() < until
         time.sleep(0.05)
 
