@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .linear_attention import short_convolution as short_convolution
     from .norm import layer_norm as layer_norm
     from .norm import rms_norm as rms_norm
+    from .ordered_matmul import ordered_matmul as ordered_matmul
     from .paged_attention import append_heads as append_heads
     from .paged_attention import append_to_pages as append_to_pages
     from .paged_attention import paged_attention as paged_attention
@@ -62,6 +63,7 @@ _PUBLIC = {
     ),
     "linear_attention": ("linear_attention", "short_convolution"),
     "norm": ("layer_norm", "rms_norm"),
+    "ordered_matmul": ("ordered_matmul",),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantized_weight": ("QuantizedWeight",),
     "softmax": ("log_softmax", "softmax"),

@@ -85,19 +85,23 @@ def sampled(engine: Engine, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> lis
 
 
 def trained_scores(
-    definition: ModelDefinition, tree: Parameters, completions: Sequence[Completion]
+    definition: ModelDefinition,
+    tree: Parameters,
+    completions: Sequence[Completion],
+    *,
+    packed: bool = True,
 ) -> list[np.ndarray]:
     """Log-probabilities as a training program computes them beside its gradient, of packed rows in
-    another order.
+    another order, or of a row for each.
     """
-    length, num_rows = 64, 4
+    length, num_rows = 64, 4 if packed else len(completions)
     arrays = {name: np.zeros((num_rows, length), np.int32) for name in ("ids", "to", "at")}
     segments = np.full((num_rows, length), -1, np.int32)
     row, column, places = 0, 0, {}
     for number in reversed(range(len(completions))):
         text = (*completions[number].prompt, *completions[number].tokens)
         count = len(text) - 1
-        if column + count > length:
+        if column and (not packed or column + count > length):
             row, column = row + 1, 0
         here = (row, slice(column, column + count))
         arrays["ids"][here], arrays["to"][here] = text[:-1], text[1:]
@@ -107,7 +111,8 @@ def trained_scores(
 
     def loss(tree, ids_BT, targets_BT, positions_BT, segments_BT):
         decoder = definition.bind(tree)
-        hidden = decoder.hidden(ids_BT, segment_ids=segments_BT, positions=positions_BT)
+        documents = {"segment_ids": segments_BT, "positions": positions_BT} if packed else {}
+        hidden = decoder.hidden(ids_BT, **documents)
         each_BT = target_values(definition, tree, hidden, targets_BT)
         return jnp.sum(jnp.where(segments_BT >= 0, each_BT, 0.0)), each_BT
 

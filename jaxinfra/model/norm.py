@@ -12,7 +12,7 @@ from jaxinfra.config.model import NormConfig
 from jaxinfra.config.parts import find_part
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import labelled
-from jaxinfra.numerics.exact import ordered_mean
+from jaxinfra.ops.exact_rows import kernel_rms_norm, ordered_mean
 from jaxinfra.ops.multiply import GATHERED, Deferred, RmsNorm
 
 
@@ -58,6 +58,12 @@ class Norm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Normalizes each row of x; the result is in the compute dtype."""
+        if self.policy.is_exact and self.config.kind is NormKind.RMS and self.scale is not None:
+            scale = self._row(self.scale, x).reshape(-1) + self.config.scale_offset
+            if len(self.over) == 1 and x.dtype == self.policy.compute and self.bias is None:
+                y = kernel_rms_norm(x, scale, epsilon=self.config.epsilon)
+                if y is not None:
+                    return labelled(y, self.label)
         y = self.policy.to_accum(x)
         if self.config.function is not None:
             y = find_part(self.config.function)(y, self.config.epsilon)

@@ -7,8 +7,6 @@ a batch has the same bits in training and in serving, whatever is computed besid
 Dims: M row, R row of a tile, D width.
 """
 
-import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -47,44 +45,3 @@ def by_tiles(compute: Callable[[jax.Array], jax.Array], x_MD: jax.Array) -> jax.
     tiles = x_MD.reshape(num_tiles, TILE_ROWS, -1)
     y = tile(tiles[0])[None] if num_tiles == 1 else jax.lax.map(tile, tiles)
     return y.reshape(num_tiles * TILE_ROWS, -1)[:num_rows]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def ordered_sum(x: jax.Array, num_dims: int = 1) -> jax.Array:
-    """Sums over the last dims, kept with size 1, in an order that depends on their sizes only."""
-    leading = x.shape[: x.ndim - num_dims]
-    rows_MD = x.reshape(math.prod(leading), -1)
-    sums_M1 = by_tiles(functools.partial(jnp.sum, axis=1, keepdims=True), rows_MD)
-    return sums_M1.reshape(*leading, *(1,) * num_dims)
-
-
-def _sum_forward(x: jax.Array, num_dims: int) -> tuple[jax.Array, jax.Array]:
-    return ordered_sum(x, num_dims), jnp.zeros((0, *x.shape), x.dtype)
-
-
-def _sum_backward(num_dims: int, like: jax.Array, d_sum: jax.Array) -> tuple[jax.Array]:
-    del num_dims
-    return (jnp.broadcast_to(d_sum, like.shape[1:]),)
-
-
-ordered_sum.defvjp(_sum_forward, _sum_backward)
-
-
-def ordered_mean(x: jax.Array, num_dims: int) -> jax.Array:
-    """Computes the mean over the last dims, kept with size 1, in a fixed order."""
-    count = math.prod(x.shape[x.ndim - num_dims :])
-    return pinned(ordered_sum(x, num_dims) / count)
-
-
-def ordered_logsumexp(x: jax.Array) -> jax.Array:
-    """Computes log(sum(exp(x))) over the last dim, kept with size 1, in a fixed order."""
-    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    return largest + jnp.log(ordered_sum(jnp.exp(x - largest)))
-
-
-def ordered_softmax(x: jax.Array) -> jax.Array:
-    """Computes the softmax over the last dim, summed in a fixed order."""
-    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
-    weights = jnp.exp(x - largest)
-    return weights / ordered_sum(weights)

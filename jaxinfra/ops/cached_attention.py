@@ -23,6 +23,7 @@ import pallas_kernels
 from jaxinfra.config.cache import SCALE, CacheFormat
 from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig, MixerConfig
 from jaxinfra.config.rope import RopePairs
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.attention import distance_slopes, own_attention, own_function
 from jaxinfra.ops.multiply import multiply
@@ -212,15 +213,21 @@ def paged_attention(
     positions_BT: jax.Array,
     sinks_N: jax.Array | None = None,
     implementation: PagedImplementation = "auto",
+    is_ordered: bool = False,
 ) -> jax.Array:
     """Computes ``cached_attention`` by kernels that read pages in place, without gathering them.
 
     Args:
         implementation: "auto" uses the kernels if they support the call, and logs its choice.
+        is_ordered: add keys in the order of ``ops.attention`` on a Hopper GPU.
+
+    Raises:
+        UnsupportedError: ``is_ordered`` of a call that has no such kernel.
     """
     pages = pages.paged()
     assert pages.tables_BM is not None
-    return pallas_kernels.paged_attention(
+    compute = functools.partial(
+        pallas_kernels.paged_attention,
         q_BTNH,
         pages.arrays["k"],
         pages.arrays["v"],
@@ -234,7 +241,12 @@ def paged_attention(
         sinks=sinks_N,
         scale=config.scale,
         implementation=implementation,
+        is_ordered=is_ordered,
     )
+    try:
+        return compute()
+    except pallas_kernels.UnsupportedError as error:
+        raise UnsupportedError(str(error)) from error
 
 
 def _attend(

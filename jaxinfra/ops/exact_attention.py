@@ -20,8 +20,12 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from jaxinfra.config.model import GroupedAttentionConfig
+from jaxinfra.config.run import AttentionImplementation
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.exact import pinned, rounded
-from jaxinfra.ops.cached_attention import Pages
+from jaxinfra.ops.attention import attention
+from jaxinfra.ops.cached_attention import Pages, paged_attention
+from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
@@ -57,6 +61,21 @@ def exact_attention(
 
     The gradient is that of ``flash_attention_gradient``; only the result has a fixed order.
     """
+    if device.target().is_gpu:
+        if segment_ids_BT is not None:
+            raise UnsupportedError(
+                "numerics=exact with packed documents on a GPU: its kernel counts blocks of keys "
+                "from a row's first token; give each document a row of its own"
+            )
+        return attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            config=config,
+            segment_ids_BT=None,
+            sinks_N=sinks_N,
+            implementation=AttentionImplementation.HOPPER,
+        )
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)
     if sinks_N is None:
@@ -73,6 +92,15 @@ def exact_cached_attention(
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention of new queries to all cached keys, as ``cached_attention`` does."""
+    if device.target().is_gpu:
+        return paged_attention(
+            q_BTNH,
+            pages,
+            config=config,
+            positions_BT=positions_BT,
+            sinks_N=sinks_N,
+            is_ordered=True,
+        )
     rows = pages.tokens(q_BTNH.dtype)
     batch, length, num_heads, _ = q_BTNH.shape
     k_BSKH, v_BSKH = (_padded(rows[name], KEYS) for name in ("k", "v"))

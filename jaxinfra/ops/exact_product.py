@@ -12,10 +12,16 @@ import math
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.exact import by_tiles, rounded
 from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
+
+
+def can_pack() -> bool:
+    """Tells whether columns of a product have the same bits beside other columns."""
+    return device.target().is_gpu
 
 
 def ordered_einsum(spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype) -> jax.Array:
@@ -44,19 +50,23 @@ def ordered_einsum(spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype
     assert [*x_dims] == rows + inner, spec
     assert [*out_dims] == rows + columns, spec
     sizes = dict(zip(weight_dims, weight.shape, strict=True))
-    weight_KN = jnp.einsum(f"{weight_dims}->{''.join(inner + columns)}", weight)
-    weight_KN = weight_KN.reshape(math.prod(sizes[dim] for dim in inner), -1)
-    y_MN = _product(x.reshape(-1, weight_KN.shape[0]), weight_KN)
     row_shape = x.shape[: len(rows)]
-    return rounded(y_MN, out).reshape(*row_shape, *(sizes[dim] for dim in columns))
-
-
-def _product(x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
-    """The product in fp32, by tiles of rows."""
+    shape = (*row_shape, *(sizes[dim] for dim in columns))
+    x_MK = x.reshape(math.prod(row_shape), -1)
     if device.target().is_gpu:
-        raise UnsupportedError(
-            f"numerics=exact on {device.target().kind}: its products have one order on CPUs only; "
-            "set numerics=fast"
-        )
+        is_transposed = [*weight_dims] == columns + inner
+        assert is_transposed or [*weight_dims] == inner + columns, spec
+        width = math.prod(sizes[dim] for dim in columns)
+        matrix = weight.reshape(width, -1) if is_transposed else weight.reshape(-1, width)
+        try:
+            y_MN = pallas_kernels.ordered_matmul(
+                x_MK, matrix, transposed=is_transposed, out_dtype=out
+            )
+        except pallas_kernels.UnsupportedError as error:
+            raise UnsupportedError(f"numerics=exact: {error}; set numerics=fast") from error
+        return y_MN.reshape(shape)
+    weight_KN = jnp.einsum(f"{weight_dims}->{''.join(inner + columns)}", weight)
+    weight_KN = weight_KN.reshape(x_MK.shape[1], -1)
     product = functools.partial(pinned_einsum, "RK,KN->RN", result=ACCUMULATOR)
-    return by_tiles(lambda x_RK: product(x_RK, jax.lax.optimization_barrier(weight_KN)), x_MK)
+    y_MN = by_tiles(lambda x_RK: product(x_RK, jax.lax.optimization_barrier(weight_KN)), x_MK)
+    return rounded(y_MN, out).reshape(shape)

@@ -56,4 +56,11 @@ def ordered_product(placement: Placement | None) -> OrderedProduct:
             f"order than on one; give their devices to {' or '.join(_FREE_AXES)}, or set "
             "numerics=fast"
         )
-    return ordered_einsum if placement.mesh.size == 1 else ShardedProduct(placement=placement)
+    if placement.mesh.size == 1:
+        return ordered_einsum
+    if placement.mesh.devices.flat[0].platform == "gpu":
+        raise UnsupportedError(
+            f"numerics=exact on {placement.mesh.size} GPUs: its norms are kernels for one; train "
+            "and sample on one GPU, or set numerics=fast"
+        )
+    return ShardedProduct(placement=placement)

@@ -188,6 +188,8 @@ class LoadedModel:
         if not is_unrolled or definition.lora is not None or in_8_bits:
             return self.decoder
         fits = can_pack(self.parameters, definition.config, definition.execution.place)
+        if policy.is_exact and self.platform != "gpu":
+            fits = False  # columns of a product would have other bits beside others
         execution = execution_on(
             self.placement,
             policy=policy,

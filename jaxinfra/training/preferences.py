@@ -18,7 +18,7 @@ from jaxinfra.data.pairs import BAD
 from jaxinfra.data.whole_rows import MOST_PAIRS
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
-from jaxinfra.numerics.exact import ordered_logsumexp
+from jaxinfra.ops.exact_rows import ordered_logsumexp
 
 _SUREST = -1e-6
 """Largest mean log probability in ORPO's odds, which are infinite at probability 1."""

@@ -85,6 +85,19 @@ def product_config(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
     return (_skinny if s.bits == 16 else _quantized)(s, device.target().slug)
 
 
+def unsplit_config(s: ProductShape) -> SkinnyConfig | None:
+    """Returns the fastest measured tiles of a 16-bit product that do not cut K, else default ones.
+
+    The order of a row's sums is then that of K, whichever the tiles.
+    """
+    same: Fields = {"weight": _bits(16), "fused": ""}
+    sizes = {"rows": s.padded_rows, "depth": s.K, "columns": s.N}
+    rows = [row for _, case in _nearest_first(same, sizes, _WITHIN)[:1] for row in case]
+    whole = (config for config, _ in _timed(SkinnyConfig, rows, "hopper") if config.splits == 1)
+    fitting = (config for config in whole if config.unsupported(s) is None)
+    return next(fitting, default_skinny(s))
+
+
 def takes_kernel(weight: QuantizedWeight) -> bool:
     """Returns whether to rearrange a weight for the kernel: if it was measured on this device."""
     return product_config(ProductShape.of(1, weight)) is not None

@@ -8,7 +8,13 @@ import numpy as np
 
 from pallas_kernels.common.chosen import announce, choose
 
-from .hopper import is_chunk, numbers_first, paged_attention_hopper, unsupported
+from .hopper import (
+    is_chunk,
+    numbers_first,
+    ordered_attention,
+    paged_attention_hopper,
+    unsupported,
+)
 from .reference import paged_attention_reference
 from .spec import PagedCall
 from .validate import make_call
@@ -38,6 +44,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     scale: float | None = None,
     implementation: PagedImplementation = "auto",
+    is_ordered: bool = False,
 ) -> jax.Array:
     """Computes attention of each row's newest tokens over all keys and values in the row's pages.
 
@@ -64,6 +71,9 @@ def paged_attention(
         implementation: "hopper" (Mosaic GPU kernels), "xla" (a loop over pages, linear memory) and
             "reference" (the formula, all pages at once) compute the call themselves or raise.
             "auto" takes hopper if it supports the call, else xla, and logs its choice once.
+        is_ordered: add keys in the order of ``flash_attention`` by its Hopper kernel, so that a
+            query's result has the same bits; without ``auto``'s choice, codes and, for one query
+            per row, sinks.
 
     Returns:
         [B, N, V] or [B, T, N, V] in q's dtype. The result of a query that sees no key, as in a row
@@ -88,7 +98,7 @@ def paged_attention(
         k_scale=k_scale, v_scale=v_scale, query_lengths=query_lengths, window=window,
         soft_cap=soft_cap, sinks=sinks, scale=scale,
     )  # fmt: skip
-    out_BTNV = _compute(implementation, call)
+    out_BTNV = ordered_attention(call) if is_ordered else _compute(implementation, call)
     return out_BTNV[:, 0] if q.ndim == 3 else out_BTNV
 
 

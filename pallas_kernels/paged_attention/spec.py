@@ -64,6 +64,11 @@ class PagedCall:
         return self.q_BTNH.shape[2] // self.k_PSKH.shape[2]
 
     @property
+    def size(self) -> int:
+        """Number of slots of a page."""
+        return self.k_PSKH.shape[1]
+
+    @property
     def capacity(self) -> int:
         """Most positions in a row: slots of all pages in its table."""
         return self.tables_BM.shape[1] * self.k_PSKH.shape[1]

@@ -20,7 +20,7 @@ from pallas_kernels.flash_attention.hopper.config import ForwardConfig
 from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.hopper import plan_pages
 from pallas_kernels.paged_attention.hopper.attend import attend_pages
-from pallas_kernels.paged_attention.hopper.chunk import attend_chunk, is_chunk
+from pallas_kernels.paged_attention.hopper.chunk import attend_chunk, attend_token, is_chunk
 from pallas_kernels.paged_attention.hopper.config import PagedConfig, QueryLayout, config_for
 from pallas_kernels.paged_attention.hopper.forward import SIZES, reads_codes, unsupported
 from pallas_kernels.paged_attention.hopper.merge import merge_pages
@@ -100,6 +100,28 @@ def test_chunks_are_the_definition(case):
         wider = dataclasses.replace(case, window=case.window + 1)
         with pytest.raises(AssertionError):
             assert_within_rounding(got, cases.expected(wider, arguments, arrays))
+
+
+TOKENS = [
+    cases.PagedCase(name="token", lengths=(150, 0, 65), N=4, K=2, window=70, cap=5.0),
+    cases.PagedCase(name="token-alone", lengths=(64,), N=8, K=1, size=64),
+]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NaN in hidden slots
+@pytest.mark.parametrize(
+    "case", [TOKENS[0], pytest.param(TOKENS[1], marks=pytest.mark.slow)], ids=lambda case: case.name
+)
+def test_one_token_in_the_order_of_training_is_the_definition(case):
+    arguments, arrays = case.arrays("bfloat16")
+
+    def attend(arguments, arrays):
+        call = call_of(case, arguments, arrays)
+        return attend_token(call, config=ForwardConfig(block_kv=64), interpretable=True)
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = jax.jit(attend)(arguments, arrays)
+    assert_within_rounding(got, cases.expected(case, arguments, arrays))
 
 
 def test_who_takes_a_chunk():

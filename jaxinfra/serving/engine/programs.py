@@ -23,7 +23,7 @@ from jaxinfra.model.decoder import Decoder, KVCache
 from jaxinfra.model.empty_cache import empty_state
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.recurrence import settled
-from jaxinfra.numerics.exact import ordered_logsumexp
+from jaxinfra.ops.exact_rows import ordered_logsumexp
 from jaxinfra.serving.engine.inputs import RowInputs
 from jaxinfra.serving.sampling import (
     MOST_LOGPROBS,

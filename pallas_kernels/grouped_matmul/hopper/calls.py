@@ -84,6 +84,21 @@ def product(
     return _call(kernel, x, w_GKN, group_sizes_G, rows_M)[:num_rows]
 
 
+def ordered_product(
+    x: jax.Array, weight: jax.Array, *, transposed: bool, out_dtype: jnp.dtype
+) -> jax.Array:
+    """Multiplies all rows by one weight, [K, N] or, if ``transposed``, [N, K]."""
+
+    def kernel(x, weight):
+        sizes_G = jnp.full(1, x.shape[0], jnp.int32)
+        return grouped_product(
+            [(x, [weight[None]])], sizes_G, transposed=transposed, out_dtype=out_dtype,
+            config=DEFAULT,
+        )[0]  # fmt: skip
+
+    return _call(kernel, _padded(x), weight)[: x.shape[0]]
+
+
 def swiglu(
     x: jax.Array,
     gate_GKN: jax.Array,

@@ -1,0 +1,83 @@
+"""Norms and softmaxes of rows, each summed in an order that depends on its length only.
+
+On a Hopper GPU the kernels over rows compute them, whose order follows the length. Elsewhere rows
+are summed in tiles of a fixed number.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from jaxinfra.numerics.exact import by_tiles, pinned
+from pallas_kernels.common import device
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def ordered_sum(x: jax.Array, num_dims: int = 1) -> jax.Array:
+    """Sums over the last dims, kept with size 1."""
+    leading = x.shape[: x.ndim - num_dims]
+    rows_MD = x.reshape(math.prod(leading), -1)
+    sums_M1 = by_tiles(functools.partial(jnp.sum, axis=1, keepdims=True), rows_MD)
+    return sums_M1.reshape(*leading, *(1,) * num_dims)
+
+
+def _sum_forward(x: jax.Array, num_dims: int) -> tuple[jax.Array, jax.Array]:
+    return ordered_sum(x, num_dims), jnp.zeros((0, *x.shape), x.dtype)
+
+
+def _sum_backward(num_dims: int, like: jax.Array, d_sum: jax.Array) -> tuple[jax.Array]:
+    del num_dims
+    return (jnp.broadcast_to(d_sum, like.shape[1:]),)
+
+
+ordered_sum.defvjp(_sum_forward, _sum_backward)
+
+
+def ordered_mean(x: jax.Array, num_dims: int) -> jax.Array:
+    """Computes the mean over the last dims, kept with size 1."""
+    count = math.prod(x.shape[x.ndim - num_dims :])
+    return pinned(ordered_sum(x, num_dims) / count)
+
+
+def kernel_rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array | None:
+    """Computes RMSNorm over the last dim in x's dtype by a Hopper kernel; None without one."""
+    if not device.target().is_gpu:
+        return None
+    y = pallas_kernels.rms_norm(x, scale, epsilon=epsilon, implementation="hopper")
+    assert isinstance(y, jax.Array), "no residual is given"
+    return y
+
+
+@jax.custom_vjp
+def ordered_logsumexp(x: jax.Array) -> jax.Array:
+    """Computes log(sum(exp(x))) over the last dim, kept with size 1."""
+    if device.target().is_gpu:
+        first = jax.lax.slice_in_dim(x, 0, 1, axis=-1)
+        logs = pallas_kernels.log_softmax(x, implementation="hopper")
+        return first - jax.lax.slice_in_dim(logs, 0, 1, axis=-1)
+    largest = jnp.max(x, axis=-1, keepdims=True)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    return largest + jnp.log(ordered_sum(jnp.exp(x - largest)))
+
+
+def _logsumexp_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    total = ordered_logsumexp(x)
+    return total, (x, total)
+
+
+def _logsumexp_backward(kept: tuple[jax.Array, jax.Array], d_total: jax.Array) -> tuple[jax.Array]:
+    x, total = kept
+    return (jnp.exp(x - total) * d_total,)
+
+
+ordered_logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)
+
+
+def ordered_softmax(x: jax.Array) -> jax.Array:
+    """Computes the softmax over the last dim."""
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+    weights = jnp.exp(x - largest)
+    return weights / ordered_sum(weights)
