@@ -77,7 +77,9 @@ class ModelDirectory:
         if self.is_hf:
             assert self.hf is not None
             files = plain_tensors(files, quantization_of(self.hf))
-            weights = weight_map(self.hf["model_type"], self.config, definition.arrays)
+            weights = weight_map(
+                self.hf["model_type"], self.config, definition.arrays, stored=files.tensors
+            )
             return mapped_parameters(files, weights)
         return mapped_parameters(plain_tensors(files, None), own_weight_map(definition.arrays))
 

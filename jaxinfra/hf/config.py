@@ -253,7 +253,7 @@ FAMILIES = {
         "Qwen3_5MoeForCausalLM",
         qwen_next.read_qwen3_5_moe,
         qwen_next.write_qwen3_5_moe,
-        qwen_next.QWEN3_5,
+        qwen_next.QWEN3_5_MOE,
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",

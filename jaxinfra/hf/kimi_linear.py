@@ -20,7 +20,16 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.shared import FULL, LINEAR, in_stacks, routes, state_types
 from jaxinfra.hf.sparse import read_sigmoid_routing
-from jaxinfra.hf.weights import DOWN, GATE_UP, LATENT, LLAMA, OUT, PRE_NORMS, beside, experts, rule
+from jaxinfra.hf.weights import (
+    LATENT,
+    LLAMA,
+    OUT,
+    PRE_NORMS,
+    WeightTable,
+    beside,
+    experts,
+    rule,
+)
 
 _LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
 _NAMES = {
@@ -198,13 +207,23 @@ _DELTA = (
     rule("self_attn.g_b_proj.weight", "attention/gate/weight", "(M V) R -> R M V"),
     rule("self_attn.o_norm.weight", "attention/norm/scale", "V -> V"),
 )
-KIMI_LINEAR = dataclasses.replace(
-    LLAMA,
-    layer=(
-        *(*PRE_NORMS, *GATE_UP, *DOWN, *OUT),
-        *beside("attention/kv_down/weight", LATENT),
-        *beside("attention/decay_log", _DELTA),
-        *experts("block_sparse_moe", "w1", "w3", "w2", shared="shared_experts"),
-    ),
-    extra_layers=True,
-)
+
+
+def _table(dense: str) -> WeightTable:
+    return dataclasses.replace(
+        LLAMA,
+        layer=(
+            *(*PRE_NORMS, *OUT),
+            rule(f"{dense}.gate_proj.weight", "mlp/gate/weight", "F D -> D F"),
+            rule(f"{dense}.up_proj.weight", "mlp/up/weight", "F D -> D F"),
+            rule(f"{dense}.down_proj.weight", "mlp/down/weight", "D F -> F D"),
+            *beside("attention/kv_down/weight", LATENT),
+            *beside("attention/decay_log", _DELTA),
+            *experts("block_sparse_moe", "w1", "w3", "w2", shared="shared_experts"),
+        ),
+        extra_layers=True,
+    )
+
+
+KIMI_LINEAR = dataclasses.replace(_table("mlp"), others=(_table("block_sparse_moe"),))
+"""Tensors of Kimi Linear; the reference implementation saves dense layers by experts' name."""

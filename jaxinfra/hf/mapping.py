@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -95,6 +95,12 @@ class WeightMap:
         """Returns each (tensor, part) that holds a layer or expert of our parameter."""
         return [place for (each, _), place in self.places.items() if each == path]
 
+    def is_in(self, stored: Collection[str]) -> bool:
+        """Whether files have all of these tensors, under their names or without the root."""
+        return all(
+            name in stored or name.removeprefix(self.root) in stored for name in self.tensors
+        )
+
     def extra_layer(self, name: str) -> int | None:
         """Returns the layer of a tensor that belongs to a layer after the model's last, or None.
 
@@ -108,17 +114,34 @@ class WeightMap:
         return number if number >= num_layers else None
 
 
-def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> WeightMap:
+def weight_map(
+    model_type: str,
+    config: ModelConfig,
+    shapes: Parameters,
+    *,
+    stored: Collection[str] = (),
+) -> WeightMap:
     """Resolves an architecture's table for a model.
 
     Args:
         shapes: ``ModelDefinition.arrays`` of the same model.
+        stored: names of the tensors that files have, which say whose table they follow.
 
     Raises:
         ConfigError: a parameter of the model has no tensor in this architecture.
     """
     found = FAMILIES[model_type].weights
     table = found if isinstance(found, WeightTable) else found(config)
+    first = _weight_map(table, model_type, config, shapes)
+    if not table.others or first.is_in(stored):
+        return first
+    others = (_weight_map(each, model_type, config, shapes) for each in table.others)
+    return next((each for each in others if each.is_in(stored)), first)
+
+
+def _weight_map(
+    table: WeightTable, model_type: str, config: ModelConfig, shapes: Parameters
+) -> WeightMap:
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
     outside = table.outside
     if config.head is Head.SCORE:

@@ -261,3 +261,21 @@ QWEN3_5 = _weights(
     )
 )
 """Tensors of Qwen3.5, each projection of its gated delta layers by itself."""
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5,
+    others=(
+        dataclasses.replace(
+            QWEN3_5,
+            layer=(
+                *(each for each in QWEN3_5.layer if ".experts." not in each.name),
+                Rule(
+                    name="mlp.experts.gate_up_proj",
+                    parts=(("mlp/gate", "E F D -> E D F"), ("mlp/up", "E F D -> E D F")),
+                    fused_dim=1,
+                ),
+                rule("mlp.experts.down_proj", "mlp/down", "E D F -> E F D"),
+            ),
+        ),
+    ),
+)
+"""Tensors of Qwen3.5 with experts; its makers' files have all experts of a layer in one."""

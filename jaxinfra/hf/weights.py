@@ -34,6 +34,9 @@ class WeightTable:
     ignored: str | None = None  # pattern of tensors that are not weights
     # Files may have layers after the model's last: multi-token prediction, which is left out.
     extra_layers: bool = False
+    # Tables of other files of the same models: of their makers, or of other releases of the
+    # reference implementation. They are read; the table itself is what is written.
+    others: tuple["WeightTable", ...] = ()
 
 
 def rule(name: str, path: str, layout: str) -> Rule:

@@ -6,6 +6,7 @@ The models' weights are made from their tensors' names and shapes on both sides.
 import functools
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -242,6 +243,42 @@ def test_the_loss_has_the_bias_of_logits(tmp_path):
     each = jax.nn.log_softmax(decoder.logits(hidden))
     want = -jnp.sum(jnp.take_along_axis(each, ids[:, 1:, None], axis=-1))
     assert abs(float(got) - float(want)) <= 1e-5 * float(want)
+
+
+def fused_experts(tensors):
+    """As the makers of Qwen3.5 store experts: all of a layer in one tensor."""
+    fused = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        parts = {
+            kind: np.stack([tensors[f"{prefix}{e}.{kind}_proj.weight"] for e in range(4)])
+            for kind in ("gate", "up", "down")
+        }
+        fused[f"{prefix}gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+        fused[f"{prefix}down_proj"] = parts["down"]
+    return fused
+
+
+def with_dense_beside_experts(tensors):
+    """As ``save_pretrained`` writes Kimi Linear."""
+    return {
+        re.sub(r"\.mlp\.(\w+_proj)", r".block_sparse_moe.\1", name): x for name, x in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "renamed"),
+    [("qwen3_5_moe", fused_experts), ("kimi_linear", with_dense_beside_experts)],
+)
+def test_other_files_of_the_same_model_are_read(name, renamed, tmp_path):
+    write_directory(name, tmp_path)
+    want = load_pretrained(tmp_path).parameters
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    other = renamed(tensors)
+    assert other.keys() != tensors.keys()
+    save_file({n: np.ascontiguousarray(x) for n, x in other.items()}, file)
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path).parameters, want)
 
 
 @pytest.mark.parametrize(
