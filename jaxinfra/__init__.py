@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxinfra.config.mesh import parse_mesh as parse_mesh
     from jaxinfra.config.mixture import MixtureSource as MixtureSource
     from jaxinfra.config.mixture import ValidationSet as ValidationSet
+    from jaxinfra.config.model import AttentionBesideStateConfig as AttentionBesideStateConfig
     from jaxinfra.config.model import BlockConfig as BlockConfig
     from jaxinfra.config.model import ExpertsConfig as ExpertsConfig
     from jaxinfra.config.model import GroupedAttentionConfig as GroupedAttentionConfig
@@ -128,6 +129,7 @@ _PUBLIC = {
         "ValidationSet",
     ),
     "jaxinfra.config.model": (
+        "AttentionBesideStateConfig",
         "BlockConfig",
         "ExpertsConfig",
         "GroupedAttentionConfig",

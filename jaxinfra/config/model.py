@@ -235,9 +235,94 @@ class LatentAttentionConfig:
         )
 
 
+@record
+class AttentionBesideStateConfig:
+    """Attention and a state space that read the same input, and whose outputs are added: Falcon-H1.
+
+    Examples:
+        >>> attention = jaxinfra.GroupedAttentionConfig(
+        ...     num_q_heads=8, num_kv_heads=2, head_dim=64, rope=jaxinfra.RopeConfig()
+        ... )
+        >>> state_space = jaxinfra.StateSpaceConfig(
+        ...     num_key_heads=1, num_value_heads=24, key_dim=128, value_dim=64, norm_heads=None
+        ... )
+        >>> mixer = jaxinfra.AttentionBesideStateConfig(
+        ...     attention=attention, state_space=state_space
+        ... )
+    """
+
+    attention: GroupedAttentionConfig  # of all tokens
+    state_space: StateSpaceConfig  # beside it
+    attention_in_scale: float = 1.0  # multiplies the input of attention
+    attention_out_scale: float = 1.0  # multiplies its output
+    state_in_scale: float = 1.0  # multiplies the input of the state space
+    state_out_scale: float = 1.0  # multiplies its output
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """Rotary embedding of the attention."""
+        return self.attention.rope
+
+    @property
+    def rotated_dim(self) -> int:
+        """Width of the part of a head that is rotated (RoPE)."""
+        return self.attention.rotated_dim
+
+    @property
+    def window(self) -> int | None:
+        """Window of the attention."""
+        return self.attention.window
+
+    @property
+    def scale(self) -> float | None:
+        """Multiplier of the attention's scores."""
+        return self.attention.scale
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """Soft cap of the attention's scores."""
+        return self.attention.logit_soft_cap
+
+    @property
+    def num_q_heads(self) -> int:
+        """Number of query heads of the attention."""
+        return self.attention.num_q_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads of the attention."""
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of the attention."""
+        return self.attention.head_dim
+
+    @property
+    def score_width(self) -> int:
+        """Query width over all heads of the attention."""
+        return self.attention.score_width
+
+    @property
+    def value_width(self) -> int:
+        """Value width over all query heads of the attention."""
+        return self.attention.value_width
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes by name that tensor parallelism divides."""
+        return self.attention.tensor_sizes | self.state_space.tensor_sizes
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The cache: the attention's entries per token, and the state."""
+        return dataclasses.replace(self.attention.cache, state=self.state_space.cache.state)
+
+
 type MixerConfig = (
     GroupedAttentionConfig
     | LatentAttentionConfig
+    | AttentionBesideStateConfig
     | GatedDeltaConfig
     | StateSpaceConfig
     | ShortConvolutionConfig
@@ -258,8 +343,12 @@ class MlpConfig:
     hidden_dim: int  # width of the hidden layer
     kind: MlpKind = MlpKind.SWIGLU  # activation, gated or not
     bias: bool = False  # a bias on each projection
+    gate_scale: float = 1.0  # multiplies the gate before its activation: Falcon-H1
+    out_scale: float = 1.0  # multiplies the output: Falcon-H1
 
     def __post_init__(self) -> None:
+        if self.gate_scale != 1.0 and not self.kind.gated:
+            raise ConfigError(f"gate_scale={self.gate_scale} with kind={self.kind}, without a gate")
         if self.hidden_dim < 1:
             raise ConfigError(f"mlp hidden_dim={self.hidden_dim} must be at least 1")
         require_within(hidden_dim=self.hidden_dim)

@@ -197,7 +197,10 @@ class StateSpaceConfig(MatrixStateConfig):
     # Heads that are normalized together; their number divides num_value_heads. None: no norm.
     norm_heads: int | None
     norm_epsilon: float = 1e-5  # of that norm, which follows the gate
+    norm_before_gate: bool = False  # normalize first, then multiply by the gate
     step_limit: tuple[float, float] | None = None  # bounds of a token's step
+    # Multipliers of projections: of gates, values, keys, queries and steps. None: all 1.
+    projection_scales: tuple[float, float, float, float, float] | None = None
 
     def __post_init__(self) -> None:
         MatrixStateConfig.__post_init__(self)
@@ -208,6 +211,8 @@ class StateSpaceConfig(MatrixStateConfig):
                 f"norm_heads={self.norm_heads} does not divide num_value_heads="
                 f"{self.num_value_heads}; heads are normalized in equal groups, or not (none)"
             )
+        if self.norm_before_gate and self.norm_heads is None:
+            raise ConfigError("norm_before_gate=true with norm_heads=none: there is no norm")
 
     @property
     def token_flops(self) -> float:

@@ -8,6 +8,7 @@ from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.kinds import Head
 from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.model import (
+    AttentionBesideStateConfig,
     ExpertsConfig,
     FeedForwardConfig,
     GroupedAttentionConfig,
@@ -312,7 +313,9 @@ def _validate_context(run: RunConfig) -> None:
             f"{mesh.context} chunks, two a device; make it a multiple of {2 * mesh.context}"
         )
     recurrent = {
-        type(b.mixer).__name__ for b in run.model.blocks if isinstance(b.mixer, RecurrentConfig)
+        type(b.mixer).__name__
+        for b in run.model.blocks
+        if isinstance(b.mixer, RecurrentConfig | AttentionBesideStateConfig)
     }
     if recurrent:
         raise ConfigError(

@@ -13,6 +13,7 @@ from jaxinfra.hf import (
     bamba,
     cohere,
     deepseek,
+    falcon_h1,
     gemma,
     glm,
     gpt,
@@ -262,6 +263,12 @@ FAMILIES = {
         granite.GRANITE_HYBRID,
     ),
     "bamba": Family("BambaForCausalLM", bamba.read_bamba, bamba.write_bamba, bamba.BAMBA),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        falcon_h1.read_falcon_h1,
+        falcon_h1.write_falcon_h1,
+        falcon_h1.FALCON_H1,
+    ),
     "lfm2": Family("Lfm2ForCausalLM", lfm2.read_lfm2, lfm2.write_lfm2, lfm2.LFM2),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_lfm2_moe, lfm2.write_lfm2_moe, lfm2.LFM2),
     "kimi_linear": Family(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jaxinfra import axes
 from jaxinfra.config.kinds import Branches, NormPlacement
 from jaxinfra.config.model import (
+    AttentionBesideStateConfig,
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
@@ -29,6 +30,7 @@ from jaxinfra.config.recurrent import (
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
+from jaxinfra.model.attention_beside_state import AttentionBesideState
 from jaxinfra.model.dropout import dropout
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.experts import Experts
@@ -51,6 +53,7 @@ type _Layer = Callable[[jax.Array | Deferred, Pass], LayerOutput]
 LAYERS: dict[type, Callable[..., Any]] = {
     GroupedAttentionConfig: GroupedAttention,
     LatentAttentionConfig: LatentAttention,
+    AttentionBesideStateConfig: AttentionBesideState,
     GatedDeltaConfig: GatedDelta,
     StateSpaceConfig: StateSpace,
     ShortConvolutionConfig: ShortConvolution,

@@ -10,6 +10,7 @@ Dims: B batch, T new token, S slot, P page, M page of a row, L layers.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -245,8 +246,42 @@ def placed_state(
 
 type TokenCache = ContiguousCache | PagedCache
 """Entries per token, of all layers of one kind or of one: append(new, positions) and view()."""
-type Cache = TokenCache | StateCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JointCache:
+    """Entries per token and a state, of layers that have both; their arrays' names differ."""
+
+    entries: TokenCache
+    state: StateCache
+
+    @property
+    def arrays(self) -> dict[str, Shaped[Array, "..."]]:
+        """All arrays of both."""
+        return self.entries.arrays | self.state.arrays
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was cached before this pass."""
+        return self.entries.is_empty
+
+    def parts(
+        self, arrays: Mapping[str, Shaped[Array, "..."]]
+    ) -> tuple[dict[str, Shaped[Array, "..."]], dict[str, Shaped[Array, "..."]]]:
+        """Splits arrays like these into those of the entries and those of the state."""
+        mine = {name: x for name, x in arrays.items() if name in self.entries.arrays}
+        return mine, {name: x for name, x in arrays.items() if name not in mine}
+
+
+type Cache = TokenCache | StateCache | JointCache
 """The cache of all layers of one kind, or of one of them."""
+
+
+def is_tentative(cache: Cache) -> bool:
+    """Whether a pass holds its tokens apart from the state, which stays as it is."""
+    state = cache.state if isinstance(cache, JointCache) else cache
+    return isinstance(state, StateCache) and state.is_tentative
 
 
 def in_layer[C: Cache](
@@ -259,7 +294,7 @@ def in_layer[C: Cache](
     Args:
         arrays: the cache's arrays after the earlier layers have appended to them.
     """
-    return dataclasses.replace(cache, arrays=arrays, layer=layer)
+    return updated(cache, arrays, layer=layer)
 
 
 def with_pages(cache: TokenCache, arrays: Mapping[str, Shaped[Array, "..."]]) -> TokenCache:
@@ -268,9 +303,21 @@ def with_pages(cache: TokenCache, arrays: Mapping[str, Shaped[Array, "..."]]) ->
     return dataclasses.replace(cache, arrays=stored)
 
 
-def after_pass(cache: Cache, arrays: dict[str, Shaped[Array, "..."]]) -> Cache:
+def after_pass[C: Cache](cache: C, arrays: dict[str, Shaped[Array, "..."]]) -> C:
     """Returns the cache with the arrays to which all layers have appended."""
-    return dataclasses.replace(cache, arrays=arrays, layer=None, is_empty=False)
+    return updated(cache, arrays, layer=None, is_empty=False)
+
+
+def updated[C: Cache](cache: C, arrays: dict[str, Shaped[Array, "..."]], **changes: Any) -> C:
+    """Returns the cache with other arrays of the same names, and other fields."""
+    if isinstance(cache, JointCache):
+        entries, state = cache.parts(arrays)
+        parts = {
+            "entries": updated(cache.entries, entries, **changes),
+            "state": updated(cache.state, state, **changes),
+        }
+        return dataclasses.replace(cache, **parts)
+    return dataclasses.replace(cache, arrays=arrays, **changes)
 
 
 def _appended[C: (ContiguousCache, PagedCache)](

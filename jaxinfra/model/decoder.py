@@ -23,7 +23,7 @@ from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
-from jaxinfra.model.cache import StateCache, after_pass
+from jaxinfra.model.cache import after_pass, is_tentative
 from jaxinfra.model.dropout import dropout
 from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.empty_cache import empty_cache
@@ -308,9 +308,7 @@ class Decoder(nnx.Module):
         kinds = in_eight_bits(self.config, self.execution.policy, places)
         is_straight = repeats == 1 or self.execution.decode_form is not None
         # A pass that holds its tokens hands on more arrays than it was given.
-        is_straight |= any(
-            isinstance(each, StateCache) and each.is_tentative for each in cache or ()
-        )
+        is_straight |= any(map(is_tentative, cache or ()))
         if cache is not None and is_straight:
             blocks = self._blocks_at(places)
             with jax.named_scope("layer"):

@@ -7,7 +7,14 @@ import jax
 from jaxinfra import axes
 from jaxinfra.config.cache import CacheSpec
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.model.cache import Cache, ContiguousCache, StateCache, cache_spec, placed_state
+from jaxinfra.model.cache import (
+    Cache,
+    ContiguousCache,
+    JointCache,
+    StateCache,
+    cache_spec,
+    placed_state,
+)
 from jaxinfra.model.execution import Execution
 
 
@@ -22,14 +29,16 @@ def empty_cache(
     caches = []
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
         spec = cache_spec(block.mixer, config.model_dim)
-        if spec.state:
-            cache = StateCache(
-                arrays=empty_state(spec, execution, num_layers=repeats, num_slots=batch),
-                is_empty=True,
-            )
-        else:
-            sizes = {"num_layers": repeats, "batch": batch, "num_slots": num_slots}
+        state = StateCache(
+            arrays=empty_state(spec, execution, num_layers=repeats, num_slots=batch), is_empty=True
+        )
+        sizes = {"num_layers": repeats, "batch": batch, "num_slots": num_slots}
+        if not spec.state:
             cache = _entries(spec, execution, sizes)
+        elif not spec.arrays:
+            cache = state
+        else:
+            cache = JointCache(entries=_entries(spec, execution, sizes), state=state)
         caches.append(cache)
     return tuple(caches)
 

@@ -7,7 +7,12 @@ count (PaLM, arXiv 2204.02311, appendix B), and packed documents count as one se
 
 from collections.abc import Iterable
 
-from jaxinfra.config.model import LatentAttentionConfig, MixerConfig, ModelConfig
+from jaxinfra.config.model import (
+    AttentionBesideStateConfig,
+    LatentAttentionConfig,
+    MixerConfig,
+    ModelConfig,
+)
 from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.model.definition import ModelDefinition, ParameterInfo
 
@@ -41,6 +46,9 @@ def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float
     """Counts forward FLOPs per sequence and layer of attention's two matmuls, over all heads; of a
     mixer with a state, of reading and writing it token by token.
     """
+    if isinstance(mixer, AttentionBesideStateConfig):
+        both = (mixer.attention, mixer.state_space)
+        return sum(attention_flops(each, length, start=start) for each in both)
     if isinstance(mixer, RecurrentConfig):
         return length * mixer.token_flops
     pairs = visible_pairs(length, window=mixer.window, start=start)

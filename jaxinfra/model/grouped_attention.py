@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxinfra import axes
 from jaxinfra.config.model import GroupedAttentionConfig
-from jaxinfra.model.cache import StateCache, TokenCache, with_pages
+from jaxinfra.model.cache import JointCache, StateCache, TokenCache, with_pages
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.heads import clipped, head_norm, positioned, segments
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
@@ -101,7 +101,7 @@ class GroupedAttention(nnx.Module):
         """
         place = self.execution.place
         cache = given.cache
-        assert not isinstance(cache, StateCache), "CacheSpec"
+        assert not isinstance(cache, StateCache | JointCache), "CacheSpec"
         heads_BTNH = None if self.packed is None else self.packed(x_BTD)
         if heads_BTNH is not None and cache is not None and given.segment_ids_BT is None:
             appended = self._appended(heads_BTNH, given, cache)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxinfra import axes
 from jaxinfra.config.model import LatentAttentionConfig
-from jaxinfra.model.cache import StateCache, TokenCache
+from jaxinfra.model.cache import JointCache, StateCache, TokenCache
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
@@ -107,7 +107,7 @@ class LatentAttention(nnx.Module):
             key_BTP = apply_rope(key_BTP[:, :, None], given.rope, pairs=pairs)[:, :, 0]
         q_BTNH = self.execution.place(q_BTNH, _HEADS)
         cache = given.cache
-        assert not isinstance(cache, StateCache), "CacheSpec"
+        assert not isinstance(cache, StateCache | JointCache), "CacheSpec"
         if cache is not None:
             cache = cache.append({"latent": latent_BTR, "rotated_key": key_BTP}, given.positions_BT)
             # As in GroupedAttention: read back or not, the same.

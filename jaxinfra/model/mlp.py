@@ -73,7 +73,8 @@ class Mlp(nnx.Module):
     @property
     def abilities(self) -> Abilities:
         """Steps of a block that this layer does itself: norm and residual sum, if packed."""
-        fuses = self.packed is not None and self.execution.multiply.few_rows
+        is_scaled = self.config.out_scale != 1.0
+        fuses = self.packed is not None and self.execution.multiply.few_rows and not is_scaled
         return Abilities(fuses=fuses, quantizes=True)
 
     def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
@@ -82,6 +83,9 @@ class Mlp(nnx.Module):
         if not isinstance(hidden_BTF, Deferred | Input):
             hidden_BTF = self.execution.place(hidden_BTF, (axes.BATCH, axes.SEQUENCE, axes.MLP))
         out_BTD = self.down(hidden_BTF, residual=given.residual_BTD)
+        if self.config.out_scale != 1.0:
+            assert given.residual_BTD is None, "abilities"
+            out_BTD = out_BTD * jnp.asarray(self.config.out_scale, out_BTD.dtype)
         if not self.execution.statistics or isinstance(hidden_BTF, Deferred):
             return LayerOutput(x=out_BTD)
         values_BTF = hidden_BTF.x if isinstance(hidden_BTF, Input) else hidden_BTF
@@ -99,13 +103,15 @@ class Mlp(nnx.Module):
                 return hidden
             up_BTF = policy.to_accum(self.up(given_BTD))
             gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
-        elif multiply.few_rows and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
+        elif multiply.few_rows and self._is_plain and not self.config.bias:
             return multiply.swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:
             shards = self.execution.place.shards(axes.MLP)
             first_up = self.config.hidden_dim // shards
             both_BTF = policy.to_accum(self.packed(x_BTD))
             gate_BTF, up_BTF = unpacked(both_BTF, (first_up,), shards, axis=2)
+        if gate_BTF is not None and self.config.gate_scale != 1.0:
+            gate_BTF = gate_BTF * self.config.gate_scale
         if self.config.kind is MlpKind.XIELU:
             numbers = self.rise, self.fall, self.slope, self.edge
             given = (policy.to_accum(each[...]) for each in numbers if each is not None)
@@ -114,11 +120,16 @@ class Mlp(nnx.Module):
             hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
         return labelled(hidden_BTF, self.label)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the hidden values are SwiGLU's, of an unscaled gate, which kernels compute."""
+        return self.config.kind is MlpKind.SWIGLU and self.config.gate_scale == 1.0
+
     def _quantized_hidden(self, x: jax.Array | Input) -> Input | None:
         """``_hidden`` in 8 bits, of products in 8 bits; None where it is an array first."""
         factors = [None if layer is None else layer.factor for layer in (self.gate, self.up)]
         gate, up = factors
-        is_swiglu = self.config.kind is MlpKind.SWIGLU and self.down.recipe == self.up.recipe
+        is_swiglu = self._is_plain and self.down.recipe == self.up.recipe
         if not isinstance(x, Input) or not is_swiglu or gate is None or up is None:
             return None
         devices = self.execution.multiply.devices

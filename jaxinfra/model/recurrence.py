@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
-from jaxinfra.model.cache import HELD, Cache, StateCache, in_layer
+from jaxinfra.model.cache import HELD, Cache, JointCache, StateCache, in_layer
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.projection import Projection
@@ -189,7 +189,13 @@ def settled(cache: Sequence[Cache], count_B: Int[Array, "B"]) -> tuple[Cache, ..
     Args:
         count_B: number of tokens that each row keeps, at most those that it gave.
     """
-    return tuple(_settled(x, count_B) if isinstance(x, StateCache) else x for x in cache)
+
+    def settle(each: Cache) -> Cache:
+        if isinstance(each, JointCache):
+            return JointCache(entries=each.entries, state=_settled(each.state, count_B))
+        return _settled(each, count_B) if isinstance(each, StateCache) else each
+
+    return tuple(map(settle, cache))
 
 
 def _settled(cache: StateCache, count_B: jax.Array) -> StateCache:

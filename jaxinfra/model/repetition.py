@@ -15,7 +15,7 @@ from flax import nnx
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
-from jaxinfra.model.cache import Cache, after_pass, in_layer
+from jaxinfra.model.cache import Cache, after_pass, in_layer, updated
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.experts import Experts
 from jaxinfra.model.passes import LayerOutput, Pass
@@ -185,4 +185,4 @@ def one_repetition(
     carry, layer = (x_BTD, [each.arrays for each in cache]), (index, parameters, None)
     (x_BTD, stored), sums = step(carry, layer)
     written = zip(cache, stored, strict=True)
-    return x_BTD, tuple(dataclasses.replace(c, arrays=arrays) for c, arrays in written), sums
+    return x_BTD, tuple(updated(each, arrays) for each, arrays in written), sums

@@ -61,7 +61,7 @@ class StateSpace(nnx.Module):
             GatedNorm,
             shape=(values, config.value_dim),
             epsilon=config.norm_epsilon,
-            gates_first=True,
+            gates_first=not config.norm_before_gate,
             execution=execution,
         )
         self.norm = None if together is None else norm(num_together=together)
@@ -83,14 +83,17 @@ class StateSpace(nnx.Module):
         policy = self.execution.policy
         accum = policy.to_accum
         prepared = self.query.prepared(x_BTD)
+        gate_scale, value_scale, key_scale, query_scale, step_scale = (
+            self.config.projection_scales or (1.0,) * 5
+        )
         inputs = {
-            "query": self.query(prepared),
-            "key": self.key(prepared),
-            "value": self.value(prepared),
+            "query": self._scaled(self.query(prepared), query_scale),
+            "key": self._scaled(self.key(prepared), key_scale),
+            "value": self._scaled(self.value(prepared), value_scale),
         }
         inputs = {name: self.execution.place(x, HEADS) for name, x in inputs.items()}
         v_BTMH = self.value_conv(inputs["value"], given, name="value")
-        step_BTM = self._step(x_BTD)
+        step_BTM = self._step(x_BTD, step_scale)
         rate_M = jnp.exp(accum(self.decay_log[...]))
         operands = TokenOperands(
             q=self.query_conv(inputs["query"], given, name="query"),
@@ -103,16 +106,19 @@ class StateSpace(nnx.Module):
             out_BTMH, cache = recurred(operands, inputs, given)
         skip_M1 = accum(self.skip[...])[:, None]
         out_BTMH = accum(out_BTMH) + jnp.expand_dims(skip_M1, (0, 1)) * accum(v_BTMH)
-        gate_BTMH = jax.nn.silu(accum(self.gate(prepared)))
+        gate_BTMH = jax.nn.silu(accum(self._scaled(self.gate(prepared), gate_scale)))
         if self.norm is None:
             out_BTMH = policy.to_compute(out_BTMH * gate_BTMH)
         else:
             out_BTMH = self.norm(out_BTMH, gate_BTMH)
         return LayerOutput(x=self.out(out_BTMH), cache=cache)
 
-    def _step(self, x_BTD: jax.Array) -> jax.Array:
+    def _scaled(self, x: jax.Array, scale: float) -> jax.Array:
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+    def _step(self, x_BTD: jax.Array, scale: float) -> jax.Array:
         """Each token's step, [B, T, M] in the accum dtype."""
         accum, limit = self.execution.policy.to_accum, self.config.step_limit
         bias_11M = jnp.expand_dims(accum(self.step_bias[...]), (0, 1))
-        step_BTM = jax.nn.softplus(accum(self.step(x_BTD)) + bias_11M)
+        step_BTM = jax.nn.softplus(self._scaled(accum(self.step(x_BTD)), scale) + bias_11M)
         return step_BTM if limit is None else jnp.clip(step_BTM, *limit)

@@ -17,7 +17,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.rope import RopePairs
 from jaxinfra.model.block import Block
-from jaxinfra.model.cache import StateCache, after_pass, in_layer, with_pages
+from jaxinfra.model.cache import JointCache, StateCache, after_pass, in_layer, with_pages
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.grouped_attention import GroupedAttention
 from jaxinfra.model.mlp import Mlp
@@ -70,7 +70,7 @@ def whole_step(
     weights = _weights(block)
     if before.is_empty or weights is None:
         return None
-    assert not isinstance(before, StateCache), "CacheSpec"
+    assert not isinstance(before, StateCache | JointCache), "CacheSpec"
     assert rope is not None, "can_be_whole"
     attention = block.attention
     assert isinstance(attention, GroupedAttention), "can_be_whole"

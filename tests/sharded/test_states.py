@@ -12,7 +12,13 @@ import pytest
 
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.model import BlockConfig, MlpConfig, ModelConfig, stacked
+from jaxinfra.config.model import (
+    AttentionBesideStateConfig,
+    BlockConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.recurrent import (
     GatedDeltaConfig,
@@ -25,8 +31,8 @@ from jaxinfra.config.run import Remat
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.sampling import GREEDY
 from tests.generation import recomputed
-from tests.sharded.cases import build, gradients_of, llama_like, packed_batch
 from tests.sharded import pipeline_cases
+from tests.sharded.cases import build, gradients_of, llama_like, packed_batch
 from tests.sharded.pipeline_cases import Case, loss_and_gradients
 from tests.sharded.test_engine_meshes import served
 from tests.sharded.test_experts_use import PROMPTS, decoder
@@ -40,6 +46,9 @@ MIXERS = {
     "state_space": StateSpaceConfig(**HEADS, norm_heads=2, bias=True),
     "short_convolution": ShortConvolutionConfig(num_heads=4, head_dim=8, bias=True),
 }
+MIXERS["beside_attention"] = AttentionBesideStateConfig(
+    attention=llama_like().blocks[0].mixer, state_space=MIXERS["state_space"]
+)
 
 
 @functools.cache

@@ -10,7 +10,13 @@ import pytest
 
 import jaxinfra
 from jaxinfra.config.kinds import Branches
-from jaxinfra.config.model import BlockConfig, MlpConfig, ModelConfig, Stack
+from jaxinfra.config.model import (
+    AttentionBesideStateConfig,
+    BlockConfig,
+    MlpConfig,
+    ModelConfig,
+    Stack,
+)
 from jaxinfra.config.recurrent import (
     GatedDeltaConfig,
     NoMixer,
@@ -20,7 +26,7 @@ from jaxinfra.config.recurrent import (
 )
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
-from jaxinfra.model.cache import HELD, StateCache, recurrent_bytes
+from jaxinfra.model.cache import HELD, JointCache, StateCache, recurrent_bytes
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.recurrence import settled
 from jaxinfra.parallel.execution import execution_on
@@ -40,6 +46,12 @@ MIXERS = {
     "state_space": StateSpaceConfig(**SIZES, norm_heads=2, bias=True, step_limit=(0.01, 0.5)),
     "short_convolution": ShortConvolutionConfig(num_heads=2, head_dim=5, bias=True),
 }
+MIXERS["beside_attention"] = AttentionBesideStateConfig(
+    attention=small_models.dense().blocks[0].mixer,
+    state_space=dataclasses.replace(MIXERS["state_space"], norm_before_gate=True),
+    attention_in_scale=0.7,
+    state_out_scale=1.3,
+)
 LENGTH = 40
 
 
@@ -82,7 +94,7 @@ def close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
 
 
-@pytest.mark.slow_cases("gated_delta", "delta_of_channels", "short_convolution")
+@pytest.mark.quick_cases("state_space")
 @pytest.mark.parametrize("name", MIXERS)
 def test_parts_with_padding_give_what_whole_rows_give(name):
     """Rows of a batch are at other places, and one gives nothing in a pass."""
@@ -102,7 +114,7 @@ def test_parts_with_padding_give_what_whole_rows_give(name):
     close(found, want)
 
 
-@pytest.mark.slow_cases("gated_delta", "delta_of_channels")
+@pytest.mark.quick_cases("state_space", "short_convolution")
 @pytest.mark.parametrize("name", MIXERS)
 def test_documents_of_a_row_do_not_see_each_other(name):
     model, tokens = decoder(name), ids(1, LENGTH)
@@ -112,16 +124,20 @@ def test_documents_of_a_row_do_not_see_each_other(name):
         close(packed[:, start:stop], model(tokens[:, start:stop]))
 
 
-@pytest.mark.slow_cases("delta_of_channels", "state_space", "short_convolution")
+def made_tentative(cache):
+    if isinstance(cache, JointCache):
+        return dataclasses.replace(cache, state=made_tentative(cache.state))
+    return dataclasses.replace(cache, is_tentative=True)
+
+
+@pytest.mark.quick_cases("gated_delta")
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_tentative_pass_keeps_the_tokens_that_count(name):
     model, tokens = decoder(name), ids(3, LENGTH)
     empty = model.empty_cache(batch=3, num_slots=64)
     _, cache = run(model, tokens[:, :9], positions([0] * 3, [9] * 3, 9), empty)
-    states = [(hasattr(each, "is_tentative"), each) for each in cache]
-    tentative = tuple(
-        dataclasses.replace(each, is_tentative=True) if has else each for has, each in states
-    )
+    states = [(not hasattr(each, "format"), each) for each in cache]
+    tentative = tuple(made_tentative(each) if has else each for has, each in states)
     given = positions([9] * 3, [4, 4, 2], 4)
     logits, held = run(model, tokens[:, 9:13], given, tentative)
     expected, _ = run(model, tokens[:, 9:13], given, cache)
@@ -132,13 +148,14 @@ def test_a_tentative_pass_keeps_the_tokens_that_count(name):
     for (has, before), each, other in zip(states, after, want, strict=True):
         if has:
             assert not any(key.startswith(HELD) for key in each.arrays)
+            both = ({n: x for n, x in c.arrays.items() if n not in "kv"} for c in (each, other))
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
-                         each.arrays, other.arrays)  # fmt: skip
-            first = next(iter(each.arrays))
+                         *both)  # fmt: skip
+            first = "state" if "state" in each.arrays else "value"
             assert not np.array_equal(before.arrays[first], each.arrays[first])
 
 
-@pytest.mark.slow_cases("gated_delta", "state_space", "short_convolution")
+@pytest.mark.quick_cases("delta_of_channels")
 @pytest.mark.parametrize("name", MIXERS)
 def test_gradients_reach_every_parameter(name):
     definition = define_model(config(name), execution_on())

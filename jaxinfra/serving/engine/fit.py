@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import jax
 
 from jaxinfra.config.model import (
+    AttentionBesideStateConfig,
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
     LatentAttentionConfig,
+    MixerConfig,
     MlpConfig,
     ModelConfig,
 )
@@ -148,21 +150,7 @@ def estimated_temporaries(
 
 def _block_elements(config: ModelConfig, block: BlockConfig, tokens: int) -> int:
     """Elements of the activations of a block's products, with the residual stream."""
-    match block.mixer:
-        case GroupedAttentionConfig() as mixer:
-            width = 2 * (mixer.num_q_heads + mixer.num_kv_heads) * mixer.head_dim
-        case LatentAttentionConfig() as mixer:
-            head = 2 * mixer.nope_dim + mixer.rope_dim + mixer.value_dim + 2 * mixer.kv_rank
-            width = mixer.num_q_heads * head + (mixer.query_rank or 0)
-        case ShortConvolutionConfig() as mixer:
-            width = 6 * mixer.value_width
-        case (
-            MatrixStateConfig() as mixer
-        ):  # in fp32, with what a chunk's positions are to each other
-            keys = mixer.num_value_heads * mixer.key_dim
-            width = 4 * (2 * keys + 2 * mixer.num_value_heads * mixer.value_dim)
-        case _:
-            width = 4 * config.model_dim
+    width = _mixer_width(config, block.mixer)
     elements = tokens * (width + 4 * config.model_dim)
     match block.feed_forward:
         case MlpConfig() as layer:
@@ -195,3 +183,23 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     stats = compiled.memory_analysis()
     assert stats is not None, "CPUs and GPUs have it"
     return int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes)
+
+
+def _mixer_width(config: ModelConfig, mixer: MixerConfig) -> int:
+    """Elements per token of the activations of a mixer's products."""
+    match mixer:
+        case GroupedAttentionConfig():
+            return 2 * (mixer.num_q_heads + mixer.num_kv_heads) * mixer.head_dim
+        case LatentAttentionConfig():
+            head = 2 * mixer.nope_dim + mixer.rope_dim + mixer.value_dim + 2 * mixer.kv_rank
+            return mixer.num_q_heads * head + (mixer.query_rank or 0)
+        case AttentionBesideStateConfig():
+            both = (mixer.attention, mixer.state_space)
+            return sum(_mixer_width(config, each) for each in both)
+        case ShortConvolutionConfig():
+            return 6 * mixer.value_width
+        case MatrixStateConfig():  # in fp32, with what a chunk's positions are to each other
+            keys = mixer.num_value_heads * mixer.key_dim
+            return 4 * (2 * keys + 2 * mixer.num_value_heads * mixer.value_dim)
+        case _:
+            return 4 * config.model_dim

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Shaped, UInt32
 from jaxinfra import axes
 from jaxinfra.config.model import MixerConfig, ModelConfig
 from jaxinfra.model.adapters import with_chosen
-from jaxinfra.model.cache import PagedCache, StateCache, placed_state
+from jaxinfra.model.cache import Cache, JointCache, PagedCache, StateCache, placed_state
 from jaxinfra.model.decoder import Decoder, KVCache
 from jaxinfra.model.empty_cache import empty_state
 from jaxinfra.model.execution import Execution
@@ -366,12 +366,12 @@ def _cache(
         is_tentative: states stay as they are until the number of tokens that count is known.
     """
     tables_BM, form = jnp.asarray(rows.tables_BM), model.execution.cache_format
-    caches: list[PagedCache | StateCache] = []
+    caches: list[Cache] = []
     for number, (block, pool) in enumerate(zip(model.config.blocks, pools, strict=True)):
-        if not block.mixer.cache.state:
-            caches.append(
-                PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh, format=form)
-            )
+        spec = block.mixer.cache
+        entries = PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh, format=form)
+        if not spec.state:
+            caches.append(entries)
             continue
         assert states is not None, "a draft model has none"
         arrays = states[number]
@@ -379,9 +379,8 @@ def _cache(
         # Padding reads the empty state, and writes nowhere.
         to_B = jnp.where(rows.field("count") > 0, rows.field("slot"), num_slots)
         from_B = rows.field("state")
-        caches.append(
-            StateCache(arrays=arrays, from_B=from_B, to_B=to_B, is_tentative=is_tentative)
-        )
+        state = StateCache(arrays=arrays, from_B=from_B, to_B=to_B, is_tentative=is_tentative)
+        caches.append(JointCache(entries=entries, state=state) if spec.arrays else state)
     return tuple(caches)
 
 
@@ -397,10 +396,14 @@ def _stored(model: Decoder, cache: KVCache) -> tuple[Pools, Pools]:
     """Returns the pages and the states of each block, sharded as they are kept."""
     pools, states = [], []
     for each, block in zip(cache, model.config.blocks, strict=True):
-        spec, is_state = block.mixer.cache, isinstance(each, StateCache)
-        pools.append({} if is_state else _placed(each.arrays, block.mixer, model.execution))
-        placed = placed_state(each.arrays, spec, model.execution.place) if is_state else {}
-        states.append(placed)
+        spec = block.mixer.cache
+        entries, state = (
+            each.parts(each.arrays)
+            if isinstance(each, JointCache)
+            else (({}, each.arrays) if isinstance(each, StateCache) else (each.arrays, {}))
+        )
+        pools.append(_placed(entries, block.mixer, model.execution))
+        states.append(placed_state(state, spec, model.execution.place))
     return tuple(pools), tuple(states)
 
 
