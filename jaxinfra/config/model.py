@@ -240,15 +240,10 @@ class AttentionBesideStateConfig:
     """Attention and a state space that read the same input, and whose outputs are added: Falcon-H1.
 
     Examples:
-        >>> attention = jaxinfra.GroupedAttentionConfig(
-        ...     num_q_heads=8, num_kv_heads=2, head_dim=64, rope=jaxinfra.RopeConfig()
-        ... )
-        >>> state_space = jaxinfra.StateSpaceConfig(
-        ...     num_key_heads=1, num_value_heads=24, key_dim=128, value_dim=64, norm_heads=None
-        ... )
-        >>> mixer = jaxinfra.AttentionBesideStateConfig(
-        ...     attention=attention, state_space=state_space
-        ... )
+        >>> attention = jaxinfra.preset("tiny").model.blocks[0].mixer
+        >>> sizes = dict(num_key_heads=1, num_value_heads=8, key_dim=16, value_dim=8)
+        >>> space = jaxinfra.StateSpaceConfig(**sizes, norm_heads=None)
+        >>> mixer = jaxinfra.AttentionBesideStateConfig(attention=attention, state_space=space)
     """
 
     attention: GroupedAttentionConfig  # of all tokens
