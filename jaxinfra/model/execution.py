@@ -129,6 +129,7 @@ class Kernels:
     attend_latents: Callable[..., jax.Array] | None
     decode: Callable[..., jax.Array]  # ``ops.cached_attention.cached_attention``
     decode_layers: Callable[..., DecodedLayers | None]  # ``ops.decode_layers.decode_layers``
+    recur: Callable[..., tuple[jax.Array, jax.Array]]  # ``ops.linear_attention.linear_attention``
     lookup: Callable[..., jax.Array]  # ``take_rows``
     cross_entropy: Callable[..., CrossEntropySums]  # ``parallel.loss.TokenLoss``
     exchange: ExpertExchange

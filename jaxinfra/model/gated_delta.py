@@ -115,7 +115,7 @@ class GatedDelta(nnx.Module):
             beta=jax.nn.sigmoid(accum(self.beta(x_BTD))),
         )
         with jax.named_scope("core"):
-            out_BTMH, cache = recurred(operands, inputs, given)
+            out_BTMH, cache = recurred(operands, inputs, given, execution=self.execution)
         source = x_BTD if self.gate_down is None else self.gate_down(x_BTD)
         gate_BTMH = accum(self.gate(prepared if self.gate_down is None else source))
         is_silu = self.config.gate is OutputGate.SILU

@@ -4,7 +4,8 @@ Dims: B batch, T position, N heads, H head width, W tap.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,7 +146,11 @@ class TokenOperands:
 
 
 def recurred(
-    operands: TokenOperands, inputs: Mapping[str, Float[Array, "B T _ _"]], given: Pass
+    operands: TokenOperands,
+    inputs: Mapping[str, Float[Array, "B T _ _"]],
+    given: Pass,
+    *,
+    execution: Execution,
 ) -> tuple[Float[Array, "B T N H"], StateCache | None]:
     """Computes linear attention from the cached state; returns outputs and the cache after it.
 
@@ -153,17 +158,18 @@ def recurred(
         inputs: what the convolutions read, by names in the cache.
     """
     cache = given.cache
+    attended = functools.partial(_attended, execution.kernels.recur)
     if cache is None:
-        out, _ = _attended(operands, None, given.segment_ids_BT)
+        out, _ = attended(operands, None, given.segment_ids_BT)
         return out, None
     assert isinstance(cache, StateCache), "CacheSpec"
     before = cache.read()
     count_B = jnp.sum(given.positions_BT >= 0, axis=1)
     if cache.is_tentative:
-        out, _ = _attended(_counted(operands, count_B), before[_STATE], None)
+        out, _ = attended(_counted(operands, count_B), before[_STATE], None)
         held = {name: getattr(operands, name) for name in _OPERANDS}
         return out, cache.hold({**inputs, **{n: x for n, x in held.items() if x is not None}})
-    out, state = _attended(_counted(operands, count_B), before[_STATE], None)
+    out, state = attended(_counted(operands, count_B), before[_STATE], None)
     return out, cache.write({_STATE: state, **_tails(before, inputs, count_B)})
 
 
@@ -211,7 +217,10 @@ def _settled(cache: StateCache, count_B: jax.Array) -> StateCache:
         if _STATE in before:
             k, v, log_decay = (mine[name] for name in ("k", "v", "log_decay"))
             operands = TokenOperands(q=k, k=k, v=v, log_decay=log_decay, beta=mine.get("beta"))
-            _, after[_STATE] = _attended(_counted(operands, count_B), before[_STATE], None)
+            counted = _counted(operands, count_B)
+            # A few tokens, on a mesh perhaps: no kernel.
+            recur = functools.partial(linear_attention, implementation="xla")
+            _, after[_STATE] = _attended(recur, counted, before[_STATE], None)
         return at.write(after).arrays
 
     num_layers = len(next(iter(kept.values())))
@@ -219,9 +228,12 @@ def _settled(cache: StateCache, count_B: jax.Array) -> StateCache:
 
 
 def _attended(
-    operands: TokenOperands, state: jax.Array | None, segment_ids_BT: jax.Array | None
+    recur: Callable[..., tuple[jax.Array, jax.Array]],
+    operands: TokenOperands,
+    state: jax.Array | None,
+    segment_ids_BT: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    return linear_attention(
+    return recur(
         operands.q,
         operands.k,
         operands.v,

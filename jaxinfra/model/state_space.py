@@ -103,7 +103,7 @@ class StateSpace(nnx.Module):
             beta=None,
         )
         with jax.named_scope("core"):
-            out_BTMH, cache = recurred(operands, inputs, given)
+            out_BTMH, cache = recurred(operands, inputs, given, execution=self.execution)
         skip_M1 = accum(self.skip[...])[:, None]
         out_BTMH = accum(out_BTMH) + jnp.expand_dims(skip_M1, (0, 1)) * accum(v_BTMH)
         gate_BTMH = jax.nn.silu(accum(self._scaled(self.gate(prepared), gate_scale)))

@@ -23,6 +23,7 @@ from jaxinfra.ops.cached_attention import cached_attention
 from jaxinfra.ops.decode_layers import decode_layers
 from jaxinfra.ops.exact_attention import exact_attention, exact_cached_attention
 from jaxinfra.ops.exact_product import can_pack
+from jaxinfra.ops.linear_attention import linear_attention
 from jaxinfra.ops.multiply import Multiply
 from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode, ShardedDecodeLayers
 from jaxinfra.parallel.context.methods import ContextAttention, ContextLatentAttention
@@ -33,6 +34,7 @@ from jaxinfra.parallel.gather import WeightAllGather
 from jaxinfra.parallel.lookup import ShardedLookup
 from jaxinfra.parallel.loss import TokenLoss
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.recur import ShardedRecurrence
 
 
 def execution_on(
@@ -128,6 +130,7 @@ def kernels_on(
             attend_latents=None,
             decode=decode,
             decode_layers=decode_layers,
+            recur=linear_attention,
             lookup=take_rows,
             cross_entropy=TokenLoss(placement=placement),
             exchange=within_device,
@@ -143,6 +146,7 @@ def kernels_on(
         attend_latents=latents,
         decode=ShardedDecode(placement=placement, decode=decode),
         decode_layers=ShardedDecodeLayers(placement=placement),
+        recur=ShardedRecurrence(placement=placement),
         lookup=ShardedLookup(placement=placement),
         cross_entropy=TokenLoss(placement=placement),
         exchange=ShardedExchange(placement=placement, config=exchange or ExchangeConfig()),

@@ -6,8 +6,10 @@ Dims: B batch, T position, N key heads, M value heads, H key width, V value widt
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.chosen import choose
 from pallas_kernels.common.errors import InputError
 from pallas_kernels.linear_attention.chunked import chunked
+from pallas_kernels.linear_attention.hopper import delta, gates
 from pallas_kernels.linear_attention.reference import one_token
 
 
@@ -20,6 +22,7 @@ def linear_attention(
     beta: jax.Array | None = None,
     state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Computes causal linear attention with decay from a state: outputs and the state after them.
 
@@ -36,12 +39,16 @@ def linear_attention(
         state: state before the first token, [B, M, H, V]; None: zeros.
         segment_ids: documents of packed rows, int32 [B, T]. A document after the first of a row
             starts from zeros; the first one goes on from ``state``.
+        implementation: "hopper" (Mosaic GPU; a delta rule with a decay per head, bf16, keys of 128
+            channels) or "xla". "auto" takes "hopper" for supported calls of 64 tokens or more, else
+            "xla". A kernel runs on one device: call it inside ``shard_map``, or name "xla".
 
     Returns:
         Outputs [B, T, M, V] in v's dtype, and the state [B, M, H, V] in fp32.
 
     Raises:
-        InputError: shapes or dtypes that do not fit together.
+        InputError: shapes or dtypes that do not fit together, or an unknown implementation.
+        UnsupportedError: the Hopper kernels are named and cannot compute this call.
 
     Examples:
         >>> q = k = v = jnp.ones((1, 3, 1, 1))
@@ -56,7 +63,12 @@ def linear_attention(
         state = jnp.zeros(shape, jnp.float32)
     if state.shape != shape:
         raise InputError(f"state {state.shape}: a matrix per row and value head; give {shape}")
-    if length == 1:
+    is_short = implementation == "auto" and length < gates.CHUNK
+    chosen = choose(
+        "linear attention", "xla" if is_short else implementation, ("hopper", "xla"),
+        lambda: delta.unsupported(q, v, log_decay, beta),
+    )  # fmt: skip
+    if length == 1 and chosen == "xla":
         given = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], None if beta is None else beta[:, 0])
         out_BMV, state = one_token(state.astype(jnp.float32), *given)
         return out_BMV[:, None].astype(v.dtype), state
@@ -64,6 +76,9 @@ def linear_attention(
     if segment_ids is not None:
         begins_BT = segment_ids[:, 1:] != segment_ids[:, :-1]
         document_BT = document_BT.at[:, 1:].set(jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32))
+    if chosen == "hopper":
+        assert beta is not None, "unsupported"
+        return delta.gated_delta(q, k, v, log_decay, beta, state, document_BT)
     out, state = chunked(q, k, v, log_decay, beta, state, document_BT)
     return out.astype(v.dtype), state
 

@@ -1,0 +1,56 @@
+"""Linear attention on a mesh whose devices have whole sequences.
+
+Dims: B batch, T position, N key heads, M value heads, H key width, V value width.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxinfra import axes
+from jaxinfra.ops.linear_attention import linear_attention
+from jaxinfra.parallel.place import Placement
+
+_HEADS = (axes.BATCH, None, axes.Q_HEADS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedRecurrence:
+    """Linear attention on a mesh: each device computes its own rows and heads, as for attention."""
+
+    placement: Placement
+
+    def __call__(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T M V"],
+        log_decay: Float[Array, "B T M *H"],
+        *,
+        beta: Float[Array, "B T M"] | None,
+        state: Float[Array, "B M H V"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T M V"], Float[Array, "B M H V"]]:
+        """Computes ``ops.linear_attention.linear_attention``; results are sharded as v."""
+        place = self.placement
+        heads_spec, numbers_spec = place.spec((*_HEADS, None)), place.spec(_HEADS)
+        state_spec = place.spec((axes.BATCH, axes.Q_HEADS, None, None))
+
+        def local(q, k, v, log_decay, beta, state, ids) -> tuple[jax.Array, jax.Array]:
+            return linear_attention(q, k, v, log_decay, beta=beta, state=state, segment_ids=ids)
+
+        return place.on_each_device(
+            local,
+            in_specs=(
+                heads_spec,
+                heads_spec,
+                heads_spec,
+                heads_spec if log_decay.ndim == 4 else numbers_spec,
+                None if beta is None else numbers_spec,
+                None if state is None else state_spec,
+                None if segment_ids is None else place.spec((axes.BATCH, None)),
+            ),
+            out_specs=(heads_spec, state_spec),
+            check_vma=False,  # as of attention: nothing is summed over a mesh axis
+        )(q, k, v, log_decay, beta, state, segment_ids)

@@ -1,0 +1,119 @@
+"""The Hopper kernels of the gated delta rule: lowering and choice here, numbers on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import UnsupportedError, linear_attention
+from pallas_kernels.common import device
+from pallas_kernels.linear_attention.hopper.gates import CHUNK, Gate, gates
+from pallas_kernels.linear_attention.reference import reference
+
+SHAPE = (2, 150, 2, 4, 128, 128)  # batch, length, key heads, value heads, widths
+
+
+def inputs(shape=SHAPE, seed=0):
+    """Keys of length 1, weak and strong decays, documents that begin anywhere."""
+    batch, length, num_keys, num_values, width, value_width = shape
+    rng = np.random.default_rng(seed)
+    q, k = rng.normal(size=(2, batch, length, num_keys, width))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    heads = (batch, length, num_values)
+    given = {"q": q / np.sqrt(width), "k": k, "v": rng.normal(size=(*heads, value_width))}
+    given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in given.items()}
+    numbers = {
+        "log_decay": -np.exp(rng.normal(-2.0, 1.5, heads)),
+        "beta": rng.uniform(0.1, 1.0, heads),
+        "state": rng.normal(size=(batch, num_values, width, value_width)),
+    }
+    given |= {name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
+    ids = np.cumsum(rng.uniform(size=(batch, length)) < 4 / length, axis=1)
+    return given | {"segment_ids": jnp.asarray(ids, jnp.int32)}
+
+
+def traced(given, **changes):
+    return jax.jit(lambda given: linear_attention(**given, **changes)).trace(given)
+
+
+@pytest.mark.parametrize("heads", [(2, 4), (2, 2)], ids=["shared keys", "own keys"])
+def test_the_kernels_lower_for_a_gpu(heads):
+    given = inputs((2, 150, *heads, 128, 128))
+    with device.compiling_for(device.H200):
+        text = traced(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
+
+
+def test_short_calls_and_other_devices_use_xla():
+    given = inputs()
+    assert "mosaic" not in str(traced(given).jaxpr)
+    state = {"state": given.pop("state")}
+    few = {name: x[:, : CHUNK - 1] for name, x in given.items()} | state
+    with device.compiling_for(device.H200):
+        assert "mosaic" not in str(traced(few).jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"beta": None}, "without a beta"),
+        ({"log_decay": jnp.zeros((2, 150, 4, 128))}, "a number per channel"),
+        ({name: jnp.zeros((2, 150, 4, 128)) for name in "qkv"}, "multiply bfloat16"),
+        ({name: jnp.zeros((2, 150, 4, 64), jnp.bfloat16) for name in "qk"}, "keys of 128"),
+    ],
+)
+def test_calls_that_the_kernels_lack_are_refused(changes, match):
+    given = inputs() | changes
+    given["state"] = None
+    with device.compiling_for(device.H200), pytest.raises(UnsupportedError, match=match):
+        traced(given, implementation="hopper")
+
+
+def test_gates_are_decays_within_documents():
+    given = inputs()
+    log, beta = (given[name][:, :128] for name in ("log_decay", "beta"))
+    document = given["segment_ids"][:, :128]
+    document -= document[:, :1]
+    found = np.asarray(gates(log, beta, document))
+    log, document = np.asarray(log, np.float64), np.asarray(document)
+    for b, m, t in np.ndindex(2, 4, 128):
+        j, i = divmod(t, CHUNK)
+        chunk = slice(j * CHUNK, (j + 1) * CHUNK)
+        before = document[b, j * CHUNK - 1] if j else 0
+        ids, logs = document[b, chunk], log[b, chunk, m]
+        want = {
+            Gate.SUM: logs[: i + 1].sum() / np.log(2),
+            Gate.BETA: beta[b, t, m],
+            Gate.ENTERED: np.exp(logs[: i + 1].sum()) if ids[i] == before else 0.0,
+            Gate.LEFT: np.exp(logs[i + 1 :].sum()) if ids[i] == ids[-1] else 0.0,
+            Gate.FIRST: np.argmax(ids == ids[i]),
+        }
+        for gate, number in want.items():
+            # Sums of 64 logarithms, each addition rounded once; their exponentials magnify it.
+            bound = 2.0**-22 * (1 + np.abs(logs).sum()) * CHUNK
+            assert abs(found[b, m, j, gate, i] - number) <= bound, gate
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, (1, 320, 4, 4, 128, 64), (9, 192, 8, 16, 128, 128)],
+    ids=["shared keys", "own keys", "more blocks than processors"],
+)
+def test_outputs_and_states_are_those_of_the_formula(shape):
+    """The kernels round each operand of a product once, to 8 bits."""
+    given = inputs(shape)
+    got = jax.jit(lambda given: linear_attention(**given, implementation="hopper"))(given)
+    ids = given["segment_ids"]
+    document = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
+    names = ("q", "k", "v", "log_decay", "beta", "state")
+    wide = (given[name].astype(jnp.float32) for name in names)
+    true = jax.jit(reference)(*wide, document)
+    for found, want in zip(got, true, strict=True):
+        found, want = (np.asarray(x, np.float64) for x in (found, want))
+        error = np.sqrt(np.mean((found - want) ** 2))
+        assert error < 4 * 2.0**-9 * np.sqrt(np.mean(want**2))
+        again = jax.jit(lambda given: linear_attention(**given, implementation="hopper"))(given)
+    for found, repeated in zip(got, again, strict=True):
+        np.testing.assert_array_equal(found, repeated)
