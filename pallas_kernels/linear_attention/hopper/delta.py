@@ -63,13 +63,13 @@ def _kept(*operands: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.
 def _pulled(
     operands: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
-    *operands, document_BT = operands
+    *arrays, document_BT = operands
 
-    def formula(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return chunked(*operands, document_BT)
+    def formula(q, k, v, log_decay, beta, state) -> tuple[jax.Array, jax.Array]:
+        return chunked(q, k, v, log_decay, beta, state, document_BT)
 
     d_out, d_state = cotangents
-    _, pull = jax.vjp(formula, *operands)
+    _, pull = jax.vjp(formula, *arrays)
     return *pull((d_out.astype(jnp.float32), d_state)), None
 
 

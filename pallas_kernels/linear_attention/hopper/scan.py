@@ -225,7 +225,8 @@ class _Scan:
         kept, written, out = pl.run_scoped(written, square, square)
         decay = smem.gates[slot, Gate.ENTERED, CHUNK - 1]
         plgpu.barrier_wait(smem.weights_full.at[slot])
-        state, out = pl.run_state(ended)((plgpu.ACC.init(state * decay), plgpu.ACC.init(out)))
+        accs: Any = plgpu.ACC.init(state * decay), plgpu.ACC.init(out)
+        state, out = pl.run_state(ended)(accs)
         plgpu.barrier_arrive(smem.empty.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.out.at[wg].transpose((1, 0))[...] = out.astype(self.dtype)
