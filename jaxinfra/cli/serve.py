@@ -117,6 +117,9 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="key that every client must send (default: JAXINFRA_API_KEY)",
     )
+    where.add_argument(
+        "--open-metrics", action="store_true", help="/metrics needs no key, for Prometheus"
+    )
 
 
 def _add_defaults(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +229,11 @@ def _options(args: argparse.Namespace, path: Path) -> Any:
 def _server(args: argparse.Namespace) -> Any:
     server = importlib.import_module("jaxinfra.serving.http.server")
     return server.ServerOptions(
-        host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        open_metrics=args.open_metrics,
+        drain_s=args.drain_seconds,
     )
 
 

@@ -226,7 +226,10 @@ def _serve_commands(
         lines.append(
             f"jaxinfra quantize {source} {directory} --recipe {serving.weights}{group}{text}"
         )
-    running, context = min(running, _MOST_RUNNING), min(context, model.config.max_positions)
+    most = model.config.max_positions
+    if context > most:
+        lines.append(f"requests of at most {most:,} tokens, the positions that {model.name} has")
+    running, context = min(running, _MOST_RUNNING), min(context, most)
     caches = cached_bytes(model, serving, batch=running, context=context)
     needs = (weight_bytes(model, device, serving) + caches) / serving.devices
     is_plain = serving.cache not in tuple(CacheFormat)

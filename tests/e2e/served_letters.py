@@ -82,6 +82,7 @@ class Running:
         model: LoadedModel | None = None,
     ):
         (directory / "chat_template.jinja").write_text(TEMPLATE)
+        (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "Letters"}')
         self.model = model or loaded_model()
         self.decoder = self.model.decoder
         self.adapted, adapters = adapted_model(self.model)

@@ -279,6 +279,16 @@ def test_the_page_needs_nothing_from_elsewhere(running):
     assert not re.search(r"""(?:src|href)=(?!"data:)|https?:|@import""", page)
 
 
+def test_the_tokenizer_is_told_from_the_models_files(running):
+    request = urllib.request.Request(
+        f"{running.server.address}/tokenizer_info", headers={"Authorization": f"Bearer {KEY}"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        end = running.model.tokenizer.decode([256])
+        told = {"tokenizer_class": "Letters", "bos_token": end, "eos_token": end}
+        assert json.loads(answer.read()) == told
+
+
 def test_tokens_are_counted(running):
     _, answer, _ = post(running, "/tokenize", {"prompt": "abc"})
     assert answer == {"count": 4, "max_model_len": CONTEXT, "tokens": [256, 97, 98, 99]}

@@ -1,5 +1,6 @@
 """Clients that ask for what cannot be, come too often, go away or do not listen; and its end."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -191,6 +192,26 @@ def test_the_key_is_asked_for(running, client):
     assert [model.id for model in client.models.list()] == ["letters", "tuned"]
     assert client.models.retrieve("tuned").parent == "letters"
     assert not hasattr(client.models.retrieve("letters"), "parent")
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_metrics_need_no_key_where_they_are_open(is_open):
+    sent = []
+
+    async def application(scope, receive, send):
+        sent.append({"status": 200})
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def send(message):
+        sent.append(message)
+
+    guarded = guards.RequestGuards(application, api_key=KEY, max_body_bytes=9, open_metrics=is_open)
+    for path in ("/metrics", "/v1/models"):
+        asyncio.run(guarded({"type": "http", "path": path, "headers": []}, receive, send))
+    told = [message["status"] for message in sent if "status" in message]
+    assert told == [200 if is_open else 401, 401]
 
 
 @pytest.mark.parametrize(("key", "status"), [(KEY, 413), ("other", 401)], ids=["size", "key"])

@@ -51,7 +51,9 @@ class UnknownModelError(JaxinfraError):
     """A request names a model or adapter that this server does not serve."""
 
 
-def application(service: Service, *, api_key: str | None) -> Application:
+def application(
+    service: Service, *, api_key: str | None, open_metrics: bool = False
+) -> Application:
     """Makes the HTTP application, behind guards that check the API key and the body's size."""
     app = fastapi.FastAPI(title="jaxinfra", docs_url=None, redoc_url=None)
     for kind in (JaxinfraError, RequestValidationError, *_UNREADABLE, Exception):
@@ -63,7 +65,7 @@ def application(service: Service, *, api_key: str | None) -> Application:
     _add_refusals(app, service)
     _add_information(app, service)
     limit = service.limits.max_body_bytes
-    return RequestGuards(app, api_key=api_key, max_body_bytes=limit)
+    return RequestGuards(app, api_key=api_key, max_body_bytes=limit, open_metrics=open_metrics)
 
 
 async def _refused(request: fastapi.Request, error: Exception) -> responses.Response:
@@ -281,9 +283,7 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         """Tokenizer facts that evaluation harnesses ask for before they tokenize here."""
-        ids = {"bos_token": service.tokenizer.bos_id, "eos_token": service.tokenizer.eos_id}
-        spelled = {name: service.spelled([number]) for name, number in ids.items()}
-        return {"tokenizer_class": "jaxinfra"} | spelled
+        return service.tokenizer_facts()
 
     @app.get("/health")
     async def health() -> responses.Response:

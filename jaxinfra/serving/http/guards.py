@@ -33,11 +33,20 @@ class RequestGuards:
     Args:
         api_key: key that requests must have; None: no key is required.
         max_body_bytes: most bytes of a request's body.
+        open_metrics: ``/metrics`` needs no key.
     """
 
-    def __init__(self, application: Application, *, api_key: str | None, max_body_bytes: int):
+    def __init__(
+        self,
+        application: Application,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+        open_metrics: bool = False,
+    ):
         self._application = application
         self._api_key, self._max_body = api_key, max_body_bytes
+        self._open = (*_OPEN, "/metrics") if open_metrics else _OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 without the key or 413 to a large body; else calls the application."""
@@ -45,7 +54,7 @@ class RequestGuards:
             await self._application(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._api_key is not None and scope["path"] not in _OPEN:
+        if self._api_key is not None and scope["path"] not in self._open:
             bearer = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
             given = bearer or headers.get(b"x-api-key", b"")
             if not hmac.compare_digest(given, self._api_key.encode()):

@@ -23,6 +23,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: one that is free
     api_key: str | None = None
+    open_metrics: bool = False  # /metrics needs no key
     drain_s: float = 30.0  # that open requests have to end once a stop is asked for
     max_connections: int = 1024
 

@@ -26,6 +26,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
+from jaxinfra.data.special_tokens import named_tokens, read_settings
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.adapter_bank import AdapterBank, read_adapters
 from jaxinfra.serving.engine.background import EngineThread
@@ -308,6 +309,13 @@ class Service:
         if any(not 0 <= token < most for token in tokens):
             raise DataError(f"token ids {min(tokens)}..{max(tokens)} are not all in 0..{most - 1}")
         return self.tokenizer.decode(tokens)
+
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """Returns the settings in ``tokenizer_config.json``, with the special tokens that count."""
+        ids = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
+        spelled = {name: self.spelled([number]) for name, number in ids.items()}
+        settings = {"tokenizer_class": "jaxinfra"} | read_settings(self._path)
+        return settings | named_tokens(self._path) | spelled
 
     def requests(
         self,

@@ -108,7 +108,8 @@ def serve(
     say(_pool(engine.limits))
     running = EngineThread(engine, max_open=options.max_open)
     service = _service(model, running, options, bank)
-    app = application(service, api_key=options.server.api_key)
+    server = options.server
+    app = application(service, api_key=server.api_key, open_metrics=server.open_metrics)
     server = HttpServer(app, options.server, drain=running.drain)  # a taken address is known now
     followers = None
     try:

@@ -431,7 +431,12 @@ def serve_replicas(
     each_has = [{**environment, **key} for environment in environments]
     replicas = Replicas(serve_command(words), each_has, say=say)
     front = ReplicaFront(replicas, api_key=options.api_key, hang_s=hang_s)
-    guarded = RequestGuards(front, api_key=options.api_key, max_body_bytes=max_body_bytes)
+    guarded = RequestGuards(
+        front,
+        api_key=options.api_key,
+        max_body_bytes=max_body_bytes,
+        open_metrics=options.open_metrics,
+    )
     server = HttpServer(guarded, options, drain=front.drain)
     request.defer()
     try:
