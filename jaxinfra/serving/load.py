@@ -143,6 +143,8 @@ class LoadedModel:
     def with_cache(self, form: CacheFormat) -> "LoadedModel":
         """Returns this model with a KV cache in another format."""
         old = self.definition
+        if form is old.execution.cache_format:
+            return self
         execution = dataclasses.replace(old.execution, cache_format=form)
         definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
         return dataclasses.replace(self, definition=definition)

@@ -90,6 +90,7 @@ print(programs.num_loaded, float(programs.get(key)(*given)[0, 0]))
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(DEVICES[0].platform != "gpu", reason="needs a Hopper GPU")
 def test_a_process_that_traces_no_kernel_loads_one(tmp_path):
     command = [sys.executable, "-c", _OF_A_KERNEL, str(tmp_path)]
     said = [
