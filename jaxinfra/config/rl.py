@@ -186,6 +186,11 @@ class RlConfig:
     kl: float = 0.0  # weight of the KL divergence to the start model; 0: there is no reference
     # Cap of the ratio between the probabilities of trainer and engine, by which losses are weighed.
     importance_cap: float = 2.0
+    importance: Ratio = (
+        Ratio.TOKEN
+    )  # unit of that ratio; a sequence's is the product of its tokens'
+    # Sample the next rollout while steps train on this one, with weights that are one rollout old.
+    overlap: bool = False
     overlong: Overlong = Overlong.KEEP  # completions that max_new_tokens ended
     overlong_tokens: int = 0  # length of the ramp of overlong=penalty
     zero_variance: ZeroVariance = ZeroVariance.KEEP  # groups of equal rewards

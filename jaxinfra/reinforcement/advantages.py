@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxinfra.config.parts import find_part
-from jaxinfra.config.rl import Baseline, Mean, Overlong, RlConfig
+from jaxinfra.config.rl import Baseline, Mean, Overlong, Ratio, RlConfig
 from jaxinfra.errors import ConfigError
 
 _EPSILON = 1e-6
@@ -79,6 +79,22 @@ def overlong_penalty(lengths: Int[np.ndarray, "..."], config: RlConfig) -> Float
         return np.zeros(lengths.shape)
     beyond = lengths - (config.max_new_tokens - config.overlong_tokens)
     return -np.clip(beyond / config.overlong_tokens, 0.0, 1.0)
+
+
+def importance(
+    differences_RT: Float[np.ndarray, "R T"], config: RlConfig
+) -> Float[np.ndarray, "R T"]:
+    """Computes truncated importance weights, min(ratio, cap), by which losses are multiplied.
+
+    Args:
+        differences_RT: log probability of each sampled token by the trainer minus the engine's; 0
+            of other tokens.
+    """
+    if config.importance is Ratio.SEQUENCE:
+        summed_R1 = differences_RT.sum(axis=1, keepdims=True)
+        differences_RT = np.broadcast_to(summed_R1, differences_RT.shape)
+    bounded_RT = np.minimum(differences_RT, np.log(config.importance_cap))
+    return np.minimum(np.exp(bounded_RT), config.importance_cap)
 
 
 def token_shares(

@@ -26,19 +26,19 @@ from jaxinfra.errors import DataError
 from jaxinfra.reinforcement.advantages import (
     advantages,
     has_equal_rewards,
+    importance,
     overlong_penalty,
     token_shares,
 )
 from jaxinfra.reinforcement.critic import Critic
-from jaxinfra.reinforcement.prompts import prompts_of, read_prompts
+from jaxinfra.reinforcement.episodes import Episodes
 from jaxinfra.reinforcement.reference import Reference
 from jaxinfra.reinforcement.rewards import Failure
-from jaxinfra.reinforcement.turns import Player, Trajectory
+from jaxinfra.reinforcement.turns import Trajectory
 from jaxinfra.training.job import Job
 from jaxinfra.training.own_data import OwnTexts, PolicyBatches, PolicyData, configured_tokenizer
 from jaxinfra.training.state import State
 
-_HELD_OUT = 2**31  # in place of a rollout's number, for the draws of held-out prompts
 _REMEMBERED = 4  # last steps, which a report of a bad step reads again
 
 
@@ -72,6 +72,7 @@ class _Sampled:
     counts_R: np.ndarray  # which completions count in the loss
     lengths_R: np.ndarray
     record: dict[str, float]
+    head_E: np.ndarray | None = None  # value head of ppo before the fit to this rollout
 
     def rows(self, rows: slice, rl: RlConfig) -> Batch[np.ndarray]:
         """Returns the batch of a step."""
@@ -117,7 +118,8 @@ class RolloutBatches(PolicyBatches):
     """Iterator over batches of completions that the run's model samples when they are asked for.
 
     Prompts and draws are functions of the rollout's number and the weights, so a checkpoint between
-    two rollouts keeps nothing of them. Within ``steps_per_rollout`` it keeps the rollout.
+    two rollouts keeps nothing of them, but what was sampled ahead. Within ``steps_per_rollout`` it
+    keeps the rollout.
 
     Args:
         say: prints a message.
@@ -132,14 +134,7 @@ class RolloutBatches(PolicyBatches):
         self._say = say
         self._state: State | None = None
         self.step = 0
-        self._num_rows = config.training.batch_size * config.rl.steps_per_rollout
-        self._prompts = read_prompts(config.rl.prompts, config, tokenizer)
-        held = config.rl.heldout_prompts
-        self._heldout = () if held is None else read_prompts(held, config, tokenizer)
-        self._is_closed = False
-        self._player = Player(
-            config, tokenizer, num_rows=self._num_rows, is_over=lambda: self._is_closed
-        )
+        self._episodes = Episodes(job, tokenizer)
         self._reference = Reference.of(job)
         self._critic = Critic(job) if config.rl.baseline is Baseline.VALUE else None
         self._said: set[str] = set()
@@ -181,78 +176,65 @@ class RolloutBatches(PolicyBatches):
         step = self.step if step is None else step
         number, part = divmod(step, self._rl.steps_per_rollout)
         state: dict[str, Any] = {"step": step}
-        if self._critic is not None and step:
-            state["critic"] = self._critic.weights_E.tolist()
-        return state | ({"rollout": self._rollouts[number].as_json()} if part else {})
+        if self._critic is not None:
+            later = self._rollouts.get(number) if part == 0 else None  # is already there at a stop
+            head_E = self._critic.weights_E if later is None else later.head_E
+            state["critic"] = (np.asarray(head_E) * (step > 0)).tolist()
+        if part == 0:
+            return state | self._episodes.state(number)
+        state["rollout"] = self._rollouts[number].as_json()
+        return state | self._episodes.state(number + 1)
 
     @override
     def restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self._rollouts.clear()
+        self._episodes.restore(state)
         if self._critic is not None:
-            self._critic.weights_E = np.array(state.get("critic", 0.0 * self._critic.weights_E))
+            self._critic.weights_E = np.array(state["critic"])
         if "rollout" in state:
             number = self.step // self._rl.steps_per_rollout
             self._rollouts[number] = _Sampled.of_json(state["rollout"])
 
     @override
     def close(self) -> None:
-        self._is_closed = True
-        self._player.close()
+        self._episodes.close()
 
     def _sample(self, number: int) -> _Sampled:
         """Makes the rollout of a number with the weights that the trainer has now."""
-        rl, state = self._rl, self._state
+        state, began = self._state, time.perf_counter()
         assert state is not None, "follow comes before each batch"
-        seed = self._config.training.seed
-        groups = self._num_rows // rl.group_size
-        asked = prompts_of(self._prompts, first=number * groups, count=groups, seed=seed)
-        prompts = [each for each in asked for _ in range(rl.group_size)]
-        measured = self._measure(number, state)
-        self._player.renew(self._job.model.frozen, state.tree)
+        played = self._episodes.play(number, state.tree)
+        waited_s = time.perf_counter() - began
+        heldout = self._episodes.heldout(number, state.tree)
+        self._episodes.begin(number + 1, state.tree)
+        self._report(played.episodes)
         began = time.perf_counter()
-        played = self._player.play(prompts, seed=seed, number=number)
-        played_s, waited_s = time.perf_counter() - began, self._player.waited_s
-        self._report(played)
-        found = self._arrays(played, state)
-        tokens = sum(each.num_sampled for each in played)
-        record = found.record | measured
-        record |= {
-            "rl/rollout_s": played_s - waited_s,
-            "rl/reward_s": waited_s,  # beyond sampling, which rewards are computed beside
-            "rl/score_s": time.perf_counter() - began - played_s,
-            "rl/rollout_tokens_per_s": tokens / (played_s - waited_s),
-        }
-        self._keep_samples(number, played)
+        found = self._arrays(played.episodes, state)
+        tokens = sum(each.num_sampled for each in played.episodes)
+        record = found.record | _heldout_record(heldout, self._rl.heldout_samples)
+        record["rl/score_s"] = time.perf_counter() - began
+        record["rl/waited_s"] = waited_s
+        if played.sampled_s:  # in this session
+            record["rl/rollout_s"] = played.sampled_s
+            record["rl/reward_s"] = played.rewarded_s
+            record["rl/rollout_tokens_per_s"] = tokens / played.sampled_s
+        if self._rl.overlap:
+            record["rl/lag"] = min(number, 1)
+        self._keep_samples(number, played.episodes)
         return dataclasses.replace(found, record=record)
-
-    def _measure(self, number: int, state: State) -> dict[str, float]:
-        """Figures of held-out prompts, if it is their turn; their draws are always equal."""
-        rl = self._rl
-        if not self._heldout or number % rl.heldout_every:
-            return {}
-        prompts = [each for each in self._heldout for _ in range(rl.heldout_samples)]
-        self._player.renew(self._job.model.frozen, state.tree)
-        played = self._player.play(prompts, seed=self._config.training.seed, number=_HELD_OUT)
-        given_R, is_valid_R = _rewards(played)
-        record = {"rl/heldout_failed": float((~is_valid_R).sum())}
-        if is_valid_R.any():
-            best_P = np.where(is_valid_R, given_R, -np.inf).reshape(-1, rl.heldout_samples).max(1)
-            record["rl/heldout_reward"] = float(given_R[is_valid_R].mean())
-            record["rl/heldout_best"] = float(best_P[np.isfinite(best_P)].mean())
-        return record
 
     def _arrays(self, played: Sequence[Trajectory], state: State) -> _Sampled:
         """The rollout as arrays, with the probabilities that the trainer and the reference give."""
         rl = self._rl
         batch, engine_RT = _rows(played, length=self._config.training.sequence_length)
-        # The trainer's own probabilities are the old policy's, and their ratio to the engine's
-        # corrects what rounding makes different in the two. An engine whose numerics are exact
-        # would return these numbers itself: this pass and the ratio go when there is one.
+        # The trainer's own probabilities are the old policy's. Their ratio to the engine's corrects
+        # what rounding makes different in the two, unless numerics are exact, and the age of the
+        # weights that were sampled with.
         old_RT = np.concatenate([self._old(part, state) for part in self._parts(batch)])
         counted_RT = batch.weights > 0.0
         difference_RT = np.where(counted_RT, old_RT - engine_RT, 0.0)
-        importance_RT = np.minimum(np.exp(difference_RT), rl.importance_cap).astype(np.float32)
+        importance_RT = importance(difference_RT, rl).astype(np.float32)
         lengths_R = np.array([each.num_sampled for each in played])
         is_cut_R = np.array([each.is_cut for each in played])
         given_R, is_valid_R = _rewards(played)
@@ -266,15 +248,15 @@ class RolloutBatches(PolicyBatches):
         if rl.overlong is Overlong.MASK:
             counts_R &= ~is_cut_R
         record = _record(rl, played, rewards_R)
-        ratios = np.exp(difference_RT[counted_RT])
         record |= {
             "rl/zero_variance": float(equal_P.mean()),
             "rl/counted": float(counts_R.mean()),
             "rl/engine_difference": float(np.abs(difference_RT[counted_RT]).mean()),
             "rl/engine_difference_max": float(np.abs(difference_RT[counted_RT]).max()),
-            "rl/engine_kl": float(-difference_RT[counted_RT].mean()),
-            "rl/truncated": float((ratios > rl.importance_cap).mean()),
+            "rl/engine_kl": float(np.mean(0.0 - difference_RT[counted_RT])),
+            "rl/truncated": float((importance_RT[counted_RT] >= rl.importance_cap).mean()),
         }
+        head_E = None if self._critic is None else self._critic.weights_E
         if self._critic is None:
             gains_RT = advantages(*groups, rl).reshape(-1, 1)
         else:
@@ -292,13 +274,15 @@ class RolloutBatches(PolicyBatches):
             share=batch.weights,
         )
         whole = dataclasses.replace(batch, reference=reference, rollout=rollout)
-        return _Sampled(batch=whole, counts_R=counts_R, lengths_R=lengths_R, record=record)
+        return _Sampled(
+            batch=whole, counts_R=counts_R, lengths_R=lengths_R, record=record, head_E=head_E
+        )
 
     def _parts(self, batch: Batch[np.ndarray]) -> Iterator[Batch[np.ndarray]]:
         """Parts of a rollout of as many rows as a micro-batch has."""
         training = self._config.training
         size = training.batch_size // training.accumulation
-        for first in range(0, self._num_rows, size):
+        for first in range(0, len(batch.tokens), size):
             rows = slice(first, first + size)
             yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
 
@@ -363,6 +347,19 @@ def _rewards(played: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
     found = [None if each.scored is None else each.scored.reward for each in played]
     given_R = np.array([0.0 if reward is None else reward for reward in found])
     return given_R, np.array([reward is not None for reward in found])
+
+
+def _heldout_record(played: Sequence[Trajectory], samples: int) -> dict[str, float]:
+    """Figures of held-out prompts, of each of which there are some samples."""
+    if not played:
+        return {}
+    given_R, is_valid_R = _rewards(played)
+    record = {"rl/heldout_failed": float((~is_valid_R).sum())}
+    if is_valid_R.any():
+        best_P = np.where(is_valid_R, given_R, -np.inf).reshape(-1, samples).max(axis=1)
+        record["rl/heldout_reward"] = float(given_R[is_valid_R].mean())
+        record["rl/heldout_best"] = float(best_P[np.isfinite(best_P)].mean())
+    return record
 
 
 def _record(rl: RlConfig, played: Sequence[Trajectory], rewards_R: np.ndarray) -> dict[str, float]:

@@ -25,7 +25,7 @@ _WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "st
 # Differ between two runs of the same steps.
 _TIMES = (
     *("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s", "peak_bytes"),
-    *("rl/rollout_s", "rl/reward_s", "rl/score_s", "rl/rollout_tokens_per_s"),
+    *("rl/rollout_s", "rl/reward_s", "rl/score_s", "rl/waited_s", "rl/rollout_tokens_per_s"),
 )
 
 # 8 sequences of 32 tokens a step are an epoch in about 13 steps of the text below.

@@ -19,7 +19,7 @@ import small_run
 from jaxinfra.config.data import DataFormat
 from jaxinfra.config.parts import part_name
 from jaxinfra.config.preferences import PreferenceConfig
-from jaxinfra.config.rl import Algorithm, JudgeConfig, Mean, Overlong, RlConfig
+from jaxinfra.config.rl import Algorithm, JudgeConfig, Mean, Overlong, Ratio, RlConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.data.batch import Batch, Rollout
 from jaxinfra.data.chat_template import ChatTemplate
@@ -29,6 +29,7 @@ from jaxinfra.reinforcement import turns
 from jaxinfra.reinforcement.advantages import (
     advantages,
     has_equal_rewards,
+    importance,
     overlong_penalty,
     token_shares,
 )
@@ -434,6 +435,15 @@ def test_a_rollout_survives_a_checkpoint_to_the_bit():
         a.dtype == b.dtype for a, b in zip(*map(jax.tree.leaves, (again.batch, batch)), strict=True)
     )
     np.testing.assert_array_equal(again.counts_R, sampled.counts_R)
+
+
+def test_importance_weights_are_truncated_by_token_or_by_sequence():
+    differences = np.log([[1.5, 1.2, 1.0], [0.5, 3.0, 1.0]])
+    got = importance(differences, learn(importance_cap=2.0))
+    np.testing.assert_allclose(got, [[1.5, 1.2, 1.0], [0.5, 2.0, 1.0]])
+    whole = importance(differences, learn(importance_cap=1.6, importance=Ratio.SEQUENCE))
+    np.testing.assert_allclose(whole, [[1.6] * 3, [1.5] * 3])
+    assert np.isfinite(importance(np.full((1, 3), 900.0), learn())).all()
 
 
 @pytest.mark.parametrize("counts", [[True, False], [False, False]])
