@@ -10,6 +10,7 @@ import numpy as np
 from jaxinfra.config.precision import Numerics, PolicyName, PrecisionConfig
 from jaxinfra.model.definition import ModelDefinition, Parameters
 from jaxinfra.numerics.policy import Policy, policy_of
+from jaxinfra.parallel.place import Placement
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import GenerationRequest
@@ -90,6 +91,7 @@ def trained_scores(
     completions: Sequence[Completion],
     *,
     packed: bool = True,
+    placement: Placement | None = None,
 ) -> list[np.ndarray]:
     """Log-probabilities as a training program computes them beside its gradient, of packed rows in
     another order, or of a row for each.
@@ -116,8 +118,12 @@ def trained_scores(
         each_BT = target_values(definition, tree, hidden, targets_BT)
         return jnp.sum(jnp.where(segments_BT >= 0, each_BT, 0.0)), each_BT
 
+    given = (*arrays.values(), segments)
+    if placement is not None:
+        tree = jax.device_put(tree, placement.parameters(definition))
+        given = jax.device_put(given, placement.batch)
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (_, each_BT), gradients = step(tree, *arrays.values(), segments)
+    (_, each_BT), gradients = step(tree, *given)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
     each_BT = np.asarray(each_BT)
     return [

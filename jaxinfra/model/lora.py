@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxinfra.axes import LAYERS, Dims
 from jaxinfra.config.finetune import AdapterKind, LoraConfig
-from jaxinfra.errors import UnsupportedError
+from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import Multiply, as_array
@@ -56,6 +56,11 @@ class Adapter(nnx.Module):
         policy: Policy,
         rngs: nnx.Rngs,
     ):
+        if policy.is_exact and config.kind is AdapterKind.DORA:
+            raise ConfigError(
+                "numerics=exact with lora kind=dora: the norms of its weights have no fixed order; "
+                "set kind=lora, or numerics=fast"
+            )
         self.multiply = multiply
         self.policy = policy
         self.recipe = policy.recipe(Site.PROJECTION).unquantized  # of a small rank
@@ -189,6 +194,11 @@ class RowAdapters(nnx.Module):
     """
 
     def __init__(self, factors: AdapterFactors, spec: str, *, multiply: Multiply, policy: Policy):
+        if policy.is_exact:
+            raise ConfigError(
+                "numerics=exact with adapters by row, whose products are of other shapes than in "
+                "training; serve one adapter with its base (its run), or set numerics=fast"
+            )
         self.multiply, self.policy = multiply, policy
         self.recipe = policy.recipe(Site.PROJECTION).unquantized
         x, weight, out = re.split(r",|->", spec)
@@ -226,7 +236,7 @@ class RowAdapters(nnx.Module):
             self.out_spec, low, self.b[...][slot_B], recipe=self.recipe, out=self.recipe.accum
         )
         added *= _beside(self.scale[...][slot_B], added)
-        changed = self.policy.to_accum(y) + self.policy.pinned(repeated(added))
+        changed = self.policy.to_accum(y) + repeated(added)
         if self.gain is not None:
             gain = repeated(self.gain[...][slot_B])
             changed *= jnp.expand_dims(gain, range(1, 1 + y.ndim - gain.ndim))

@@ -196,7 +196,7 @@ class LoadedModel:
             self.placement,
             policy=policy,
             cache_format=definition.execution.cache_format,
-            decode_form=DecodeForm(packed=fits and not policy.is_exact),
+            decode_form=DecodeForm(packed=fits),
         )
         form = serving_form(definition, execution)
         if self.is_described:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import Fp8Matmuls, Numerics, PolicyName, PrecisionConfig
 from jaxinfra.errors import ConfigError, UnsupportedError
@@ -60,6 +61,15 @@ def test_tokens_and_scores_do_not_depend_on_what_is_beside_them(name, attention)
     again = {each.prompt: each for each in sampled(other, PROMPTS[::-1])}
     assert [again[each.prompt].tokens for each in found] == [each.tokens for each in found]
     assert num_different(found, [again[each.prompt].scores for each in found]) == 0
+    assert num_different(found, trained_scores(definition, tree, found)) == 0
+
+
+@pytest.mark.slow
+def test_scores_with_an_adapter_are_those_of_its_training():
+    execution = execution_on(policy=policy(PolicyName.BF16))
+    definition = define_model(dense(**WIDE), execution, lora=LoraConfig(rank=3, alpha=5.0))
+    tree = random_parameters(definition)
+    found = sampled(Engine(definition.bind(tree), options=SMALL_CHUNKS))
     assert num_different(found, trained_scores(definition, tree, found)) == 0
 
 
