@@ -3,8 +3,16 @@
 from collections.abc import Iterator
 
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.config.model import BlockConfig, GroupedAttentionConfig, MlpConfig, ModelConfig
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import (
+    BlockConfig,
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+)
 from jaxinfra.config.rope import LongRopeScaling
+from jaxinfra.config.routing import Scoring
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.execution import Execution
 
@@ -25,7 +33,7 @@ def check_exact(config: ModelConfig, execution: Execution) -> None:
         raise ConfigError(
             f"numerics=exact with {'; '.join(dict.fromkeys(reasons))}: it is proven for grouped "
             "attention with rotary, learned or no positions, windows, sinks and soft caps, and for "
-            "dense feed-forward layers; set numerics=fast"
+            "dense layers and experts; set numerics=fast"
         )
 
 
@@ -35,8 +43,10 @@ def _reasons(block: BlockConfig) -> Iterator[str]:
     if not isinstance(mixer, GroupedAttentionConfig):
         yield f"mixer {type(mixer).__name__}, whose sums follow the length of a chunk"
         return
-    if feed is not None and not isinstance(feed, MlpConfig):
-        yield f"feed_forward {type(feed).__name__}"
+    if isinstance(feed, ExpertsConfig):
+        yield from _reasons_of_experts(feed)
+    elif feed is not None and not isinstance(feed, MlpConfig):
+        yield f"feed_forward {type(feed).__name__}, whose sums are your own"
     if block.norm.function is not None:
         yield f"norm function={block.norm.function!r}, whose sums are your own"
     if mixer.function is not None:
@@ -49,3 +59,18 @@ def _reasons(block: BlockConfig) -> Iterator[str]:
         yield "out_gate"
     if mixer.rope is not None and isinstance(mixer.rope.scaling, LongRopeScaling):
         yield "LongRoPE, whose angles depend on how long a text will be"
+
+
+def _reasons_of_experts(config: ExpertsConfig) -> Iterator[str]:
+    """Names the settings of experts that have no exact form."""
+    if config.balance.capacity_factor is not None:
+        yield (
+            f"capacity_factor={config.balance.capacity_factor}, by which other tokens decide about "
+            "a token's experts"
+        )
+    if config.bias:
+        yield "biases of experts"
+    if config.kind is not MlpKind.SWIGLU:
+        yield f"experts of kind={config.kind.value}"
+    if config.routing.scoring is Scoring.SPARSE_MIXER:
+        yield "scoring=sparse_mixer"

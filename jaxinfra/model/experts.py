@@ -172,7 +172,7 @@ class Experts(nnx.Module):
             y_BTD = self.latent_up(policy.to_compute(y_BTD))
         if self.shared_up is not None:
             with jax.named_scope("shared"):
-                y_BTD = policy.to_accum(y_BTD) + self._shared(x_BTD)
+                y_BTD = policy.to_accum(y_BTD) + policy.pinned(self._shared(x_BTD))
         return LayerOutput(x=policy.to_compute(y_BTD), sums=sums)
 
     @property
@@ -201,6 +201,7 @@ class Experts(nnx.Module):
             config=self.config,
             correction_E=None if bias is None else bias[...],
             counts_BT=counts_BT,
+            is_exact=self.execution.policy.is_exact,
         )
         sums = balance_sums(
             choice,

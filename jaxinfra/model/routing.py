@@ -7,6 +7,8 @@ Dims: B batch, T position, E expert, G group of experts, S expert of a group, K 
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
 from jaxinfra.model.passes import Sums
+from jaxinfra.ops.exact_rows import ordered_softmax, ordered_sum
 
 _LEAST_SUM = 1e-20  # scores of 0 are renormalized to 0
 
@@ -35,15 +38,20 @@ def choose(
     config: ExpertsConfig,
     correction_E: jax.Array | None,
     counts_BT: jax.Array,
+    is_exact: bool = False,
 ) -> ExpertChoice:
     """Chooses the ``top_k`` experts of each token that counts; on ties, the lower index.
 
     Args:
         correction_E: bias added to scores for the choice only, not for the weights.
         counts_BT: bool, False for padding tokens, which choose no expert.
+        is_exact: whether scores are summed in an order that other tokens do not change.
     """
     routing = config.routing
-    scores_BTE = _scores(logits_BTE, routing)
+    total = ordered_sum if is_exact else _row_sum
+    softmax = ordered_softmax if is_exact else functools.partial(jax.nn.softmax, axis=-1)
+    is_sigmoid = routing.scoring is Scoring.SIGMOID
+    scores_BTE = jax.nn.sigmoid(logits_BTE) if is_sigmoid else softmax(logits_BTE)
     ranked_BTE = jax.lax.stop_gradient(scores_BTE)
     if correction_E is not None:
         ranked_BTE = ranked_BTE + jax.lax.stop_gradient(correction_E)[None, None]
@@ -62,16 +70,15 @@ def choose(
     elif not routing.renormalize:
         weight_BTK = of_chosen(scores_BTE)
     elif routing.scoring is Scoring.SOFTMAX:
-        weight_BTK = jax.nn.softmax(of_chosen(logits_BTE), axis=-1)
+        weight_BTK = softmax(of_chosen(logits_BTE))
     else:
-        weight_BTK = _normalized(of_chosen(scores_BTE))
-    is_softmax = routing.scoring is not Scoring.SIGMOID
+        weight_BTK = _normalized(of_chosen(scores_BTE), total)
     counted_BT1 = counts_BT[..., None]
     return ExpertChoice(
         expert_BTK=jnp.where(counted_BT1, best_BTK, config.num_experts),
         weight_BTK=jnp.where(counted_BT1, routing.scale * weight_BTK, 0.0),
         is_chosen_BTE=jnp.any(jnp.stack(is_best), axis=0) & counted_BT1,
-        share_BTE=scores_BTE if is_softmax else _normalized(scores_BTE),
+        share_BTE=_normalized(scores_BTE, total) if is_sigmoid else scores_BTE,
     )
 
 
@@ -151,12 +158,6 @@ class EvenLoads:
         return bias_E + self.rate * jnp.sign(jnp.mean(tokens_E, keepdims=True) - tokens_E)
 
 
-def _scores(logits_BTE: jax.Array, routing: RoutingConfig) -> jax.Array:
-    if routing.scoring is Scoring.SIGMOID:
-        return jax.nn.sigmoid(logits_BTE)
-    return jax.nn.softmax(logits_BTE, axis=-1)
-
-
 def _sparse_mixer(
     logits_BTE: jax.Array, is_best: list[jax.Array], best_BTK: jax.Array, tolerance: float
 ) -> jax.Array:
@@ -173,8 +174,12 @@ def _sparse_mixer(
     return jnp.stack(weights, axis=-1)
 
 
-def _normalized(scores: jax.Array) -> jax.Array:
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + _LEAST_SUM)
+def _row_sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=-1, keepdims=True)
+
+
+def _normalized(scores: jax.Array, total: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    return scores / (total(scores) + _LEAST_SUM)
 
 
 def _within_best_groups(ranked_BTE: jax.Array, routing: RoutingConfig) -> jax.Array:

@@ -53,7 +53,9 @@ class Policy:
             if named is site:
                 return recipe
         compute = self.accum if site is Site.ROUTER else self.compute
-        return Recipe(compute=compute, accum=self.accum, gradient=self.gradient)
+        return Recipe(
+            compute=compute, accum=self.accum, gradient=self.gradient, is_exact=self.is_exact
+        )
 
     def to_compute(self, x: jax.Array) -> jax.Array:
         """Casts x to the compute dtype, for a matmul or as an activation."""

@@ -46,6 +46,7 @@ class Recipe:
     accum: jnp.dtype
     gradient: jnp.dtype | None = None
     fp8: Fp8Recipe | None = None
+    is_exact: bool = False  # rows of grouped products are summed in one order
 
     @property
     def unquantized(self) -> "Recipe":

@@ -23,7 +23,7 @@ J blocks of 128 columns, I blocks of 128 rows.
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -265,7 +265,13 @@ def apply_experts(
                 y_MD = y_MD.astype(recipe.accum) + _bias(experts.down_bias_ED, copies, recipe)
             y_MD = checkpoint_name(y_MD.astype(recipe.compute), OUT_NAME)
         with jax.named_scope("combine"):
-            y_ND = combine_rows(y_MD, copies.place_NK, weight_NK, inverse=copies.choice_M)
+            y_ND = combine_rows(
+                y_MD,
+                copies.place_NK,
+                weight_NK,
+                inverse=copies.choice_M,
+                is_pinned=recipe.is_exact,
+            )
     except KernelUnsupported as error:
         raise UnsupportedError(str(error)) from error
     return y_ND, copies.left_out
@@ -302,6 +308,7 @@ def _hidden(
             copies.sizes_E,
             rows=rows_M,
             positions=copies.place_NK,
+            implementation=_implementation(recipe),
         )
     weights = (gate_EDF, up_EDF) if gate_EDF is not None else (up_EDF,)
     biases = [experts.gate_bias_EF] * gated + [experts.up_bias_EF]
@@ -344,7 +351,12 @@ def _product(
         copies.sizes_E,
         rows=rows_M,
         positions=None if rows_M is None else copies.place_NK,
+        implementation=_implementation(recipe),
     )
+
+
+def _implementation(recipe: Recipe) -> Literal["auto", "ordered"]:
+    return "ordered" if recipe.is_exact else "auto"
 
 
 def _stored(weight: jax.Array | QuantizedWeight, recipe: Recipe) -> jax.Array:

@@ -17,7 +17,7 @@ from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.scales import BLOCK, FORMATS
 from pallas_kernels.common.varying import vary_alike
 
-from . import hopper, xla
+from . import hopper, ordered, xla
 from .combine import entries_by_result, take_rows
 from .formulas import swiglu_gradient
 from .reference import (
@@ -26,12 +26,13 @@ from .reference import (
     scaled_grouped_matmul_reference,
 )
 
-type GroupedImplementation = Literal["auto", "hopper", "xla", "reference"]
+type GroupedImplementation = Literal["auto", "hopper", "xla", "ordered", "reference"]
 
-NAMES = ("hopper", "xla", "reference")
+NAMES = ("hopper", "xla", "ordered", "reference")
+SCALED_NAMES = ("hopper", "xla", "reference")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
-IMPLEMENTATIONS = {"hopper": hopper, "xla": xla}
+IMPLEMENTATIONS = {"hopper": hopper, "xla": xla, "ordered": ordered}
 """Modules with the same functions, by implementation name. JAX differentiates the reference."""
 
 GATE_NAME = "grouped_gate"
@@ -66,7 +67,8 @@ def grouped_matmul(
             padded with -1. It saves a sort in x's gradient, and is not checked.
         out_dtype: dtype of the result; x's by default.
         implementation: "hopper" (Mosaic GPU kernels; bfloat16 and float16, K and N multiples of 64
-            from 128), "xla" (linear memory, any device), "reference" (the formula, M * G * N
+            from 128), "xla" (linear memory, any device), "ordered" (xla in blocks of one size, so
+            that a row's bits do not depend on the other rows), "reference" (the formula, M * G * N
             memory), or "auto": hopper if it supports the call, else xla.
 
     Returns:
@@ -221,7 +223,7 @@ def scaled_grouped_matmul(
     out_dtype = jnp.dtype(out_dtype)
     _check_scaled(a, b, a_scale, b_scale, group_sizes, out_dtype)
     chosen = choose(
-        "scaled grouped matmul", implementation, NAMES, lambda: hopper.scaled_unsupported(b)
+        "scaled grouped matmul", implementation, SCALED_NAMES, lambda: hopper.scaled_unsupported(b)
     )
     arrays = without_gradient(
         (a, b, a_scale, b_scale),

@@ -10,6 +10,7 @@ Dims: M row, T token or result, J visit (one of the experts that a token is rout
 flat index (any token's visit), N width.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ def combine(
     weights: jax.Array,
     *,
     inverse: jax.Array | None = None,
+    is_pinned: bool = False,
 ) -> jax.Array:
     """Computes ``out[t] = sum_j weights[t, j] * y[positions[t, j]]`` in fp32, in the order of j.
 
@@ -39,6 +41,8 @@ def combine(
         inverse: int32 [M], ``inverse[positions[t, j]] == t * J + j``; outside 0..T*J-1 for a row
             that ``positions`` lacks. It saves a sort in the gradient, and is not checked: pass it
             only if ``positions`` has no row twice.
+        is_pinned: whether no compiler may fuse a weighted row into the sum, or leave out the
+            rounding of the result.
 
     Returns:
         [T, N] in y's dtype.
@@ -69,27 +73,38 @@ def combine(
             f"inverse is {inverse.dtype}{list(inverse.shape)}; it must be int32 [{y.shape[0]}], an "
             "entry for each row of y"
         )
-    return _combine(*vary_alike((y, positions, weights, inverse)))
+    return _combine(is_pinned, *vary_alike((y, positions, weights, inverse)))
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(
-    y_MN: jax.Array, positions_TJ: jax.Array, weights_TJ: jax.Array, inverse_M: jax.Array | None
+    is_pinned: bool,
+    y_MN: jax.Array,
+    positions_TJ: jax.Array,
+    weights_TJ: jax.Array,
+    inverse_M: jax.Array | None,
 ) -> jax.Array:
     del inverse_M
     parts = [
         weights_T[:, None] * take_rows(y_MN, positions_T)
         for positions_T, weights_T in zip(positions_TJ.T, weights_TJ.T, strict=True)
     ]
-    return sum(parts[1:], parts[0]).astype(y_MN.dtype)
+    if is_pinned:
+        parts = [jnp.where(part == part, part, jnp.nan) for part in parts]
+    total = sum(parts[1:], parts[0])
+    if is_pinned and y_MN.dtype.itemsize < total.dtype.itemsize:
+        kind = jnp.finfo(y_MN.dtype)
+        total = lax.reduce_precision(total, kind.nexp, kind.nmant)
+    return total.astype(y_MN.dtype)
 
 
-def _combine_forward(y_MN, positions_TJ, weights_TJ, inverse_M):
+def _combine_forward(is_pinned, y_MN, positions_TJ, weights_TJ, inverse_M):
     kept = (y_MN, positions_TJ, weights_TJ, inverse_M)
-    return _combine(*kept), kept
+    return _combine(is_pinned, *kept), kept
 
 
-def _combine_backward(kept, d_TN):
+def _combine_backward(is_pinned, kept, d_TN):
+    del is_pinned
     y_MN, positions_TJ, weights_TJ, inverse_M = kept
     num_visits = positions_TJ.shape[1]
 

@@ -40,9 +40,10 @@ class _Blocks(NamedTuple):
         return group, row, self.row_ends_G[group] - row
 
 
-def _blocks(num_rows: int, group_sizes_G: jax.Array) -> _Blocks:
-    mean = -(-num_rows // group_sizes_G.shape[0])
-    size = min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (mean - 1).bit_length()))
+def _blocks(num_rows: int, group_sizes_G: jax.Array, size: int | None = None) -> _Blocks:
+    if size is None:
+        mean = -(-num_rows // group_sizes_G.shape[0])
+        size = min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (mean - 1).bit_length()))
     return _Blocks(
         size=size,
         row_ends_G=jnp.cumsum(group_sizes_G),
@@ -101,6 +102,7 @@ def product(
     rows_M: jax.Array | None,
     *,
     out_dtype: jnp.dtype,
+    block: int | None = None,
 ) -> jax.Array:
     """Multiplies each row by its group's weight: [M, N], 0 beyond the groups.
 
@@ -110,13 +112,18 @@ def product(
         group_sizes_G: int32.
         rows_M: int32, rows of x.
         out_dtype: sums are fp32 and rounded to it once.
+        block: rows of a block; None: as many as a group has on average. Products of one shape add
+            in one order, so with a number a row's bits do not depend on the number of rows.
     """
     num_rows = x.shape[0] if rows_M is None else rows_M.shape[0]
-    blocks = _blocks(num_rows, group_sizes_G)
+    blocks = _blocks(num_rows, group_sizes_G, block)
     x_of = _rows_of(x, rows_M, blocks.size)
 
     def compute(group: jax.Array, row: jax.Array) -> jax.Array:
-        return pinned_einsum("BK,KN->BN", x_of(row), w_GKN[group], result=out_dtype)
+        x_BK, w_KN = x_of(row), w_GKN[group]
+        if block is not None:
+            x_BK, w_KN = lax.optimization_barrier((x_BK, w_KN))
+        return pinned_einsum("BK,KN->BN", x_BK, w_KN, result=out_dtype)
 
     result = jax.ShapeDtypeStruct((num_rows, w_GKN.shape[2]), out_dtype)
     return _by_blocks(blocks, compute, result, (x, w_GKN, rows_M))
@@ -130,17 +137,24 @@ def swiglu(
     rows_M: jax.Array | None,
     *,
     keep: bool,
+    block: int | None = None,
 ) -> SwigluResults:
-    """Computes silu(x gate) * (x up) by groups, and returns both products too if ``keep``."""
+    """Computes silu(x gate) * (x up) by groups, and returns both products too if ``keep``.
+
+    Args:
+        block: as in ``product``.
+    """
     num_rows = x.shape[0] if rows_M is None else rows_M.shape[0]
-    blocks = _blocks(num_rows, group_sizes_G)
+    blocks = _blocks(num_rows, group_sizes_G, block)
     x_of = _rows_of(x, rows_M, blocks.size)
 
     def compute(group: jax.Array, row: jax.Array) -> SwigluResults:
         x_BK = x_of(row)
+        weights = gate_GKN[group], up_GKN[group]
+        if block is not None:
+            x_BK, weights = lax.optimization_barrier((x_BK, weights))
         gate_BN, up_BN = (
-            pinned_einsum("BK,KN->BN", x_BK, w_GKN[group], result=ACCUMULATOR)
-            for w_GKN in (gate_GKN, up_GKN)
+            pinned_einsum("BK,KN->BN", x_BK, w_KN, result=ACCUMULATOR) for w_KN in weights
         )
         return swiglu_of(gate_BN, up_BN, dtype=x.dtype, keep=keep)
 

@@ -1,5 +1,7 @@
 """Exact numerics: an engine's log-probabilities are the trainer's, to the last bit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import Fp8Matmuls, Numerics, PolicyName, PrecisionConfig
+from jaxinfra.config.routing import RoutingConfig, Scoring
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import define_model
 from jaxinfra.ops.exact_attention import exact_attention
@@ -61,6 +65,29 @@ def test_tokens_and_scores_do_not_depend_on_what_is_beside_them(name, attention)
     again = {each.prompt: each for each in sampled(other, PROMPTS[::-1])}
     assert [again[each.prompt].tokens for each in found] == [each.tokens for each in found]
     assert num_different(found, [again[each.prompt].scores for each in found]) == 0
+    assert num_different(found, trained_scores(definition, tree, found)) == 0
+
+
+ROUTINGS = {
+    "softmax": RoutingConfig(),
+    "groups": RoutingConfig(
+        scoring=Scoring.SIGMOID, correction_bias=True, num_groups=3, top_groups=2, scale=1.5
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("name", [PolicyName.FP32, PolicyName.BF16], ids=["fp32", "bf16"])
+def test_scores_of_a_mixture_of_experts_are_those_of_training(name, routing):
+    feed = ExpertsConfig(
+        num_experts=6, top_k=2, hidden_dim=160, shared_hidden_dim=24, routing=routing
+    )
+    config = dense(**WIDE)
+    block = dataclasses.replace(config.blocks[0], feed_forward=feed)
+    config = dataclasses.replace(config, stacks=stacked(block, num_layers=2))
+    definition, tree = made(config, name)
+    found = sampled(Engine(definition.bind(tree), options=SMALL_CHUNKS))
     assert num_different(found, trained_scores(definition, tree, found)) == 0
 
 
