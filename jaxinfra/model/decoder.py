@@ -297,7 +297,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None,
         behind: Any,
     ) -> LayerOutput:
-        """One stack of layers.
+        """Runs one stack of layers.
 
         Args:
             places: of its pattern among the blocks.
@@ -317,7 +317,6 @@ class Decoder(nnx.Module):
             kind: self.repetition(places, given, ropes=ropes, cache=cache, number=kinds.index(kind))
             for kind in dict.fromkeys(kinds)
         }
-        _, parameters = computed[kinds[0]]
         stored = None if cache is None else [each.arrays for each in cache]
         indices = None if cache is None else jnp.arange(repeats)
         with jax.named_scope("layer"):
@@ -328,10 +327,9 @@ class Decoder(nnx.Module):
                 places.start,
                 in_loop=unroll < repeats,
             )
-            start, layers = (x_BTD, stored), (indices, parameters, keys)
+            start, layers = (x_BTD, stored), (indices, computed[kinds[0]][1], keys)
             if len(set(steps)) > 1 or (cache is None and 1 < repeats == unroll):
-                # Experts have most of a model's weights: how their gradients are put together is
-                # most of what an update takes.
+                # Experts have most of the weights: joining their gradients is most of an update.
                 kinds_of = {type(block.feed_forward) for block in self.config.blocks[places]}
                 take = take_in_place if ExpertsConfig in kinds_of else take_apart
                 (x_BTD, stored), sums, behind = one_by_one(

@@ -12,7 +12,7 @@ from jaxinfra.runtime.cluster import Cluster
 from jaxinfra.runtime.signals import StopRequest
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.background import EngineThread
-from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.engine import Engine, EngineCounts
 from jaxinfra.serving.engine.followers import Followers, follow
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import SchedulerLimits
@@ -108,9 +108,9 @@ def serve(
     say(_pool(engine.limits))
     running = EngineThread(engine, max_open=options.max_open)
     service = _service(model, running, options, bank)
-    server = options.server
-    app = application(service, api_key=server.api_key, open_metrics=server.open_metrics)
-    server = HttpServer(app, options.server, drain=running.drain)  # a taken address is known now
+    http = options.server
+    app = application(service, api_key=http.api_key, open_metrics=http.open_metrics)
+    server = HttpServer(app, http, drain=running.drain)  # a taken address is known now
     followers = None
     try:
         with server.running(), _told(running):
@@ -131,7 +131,11 @@ def serve(
         raise (followers and followers.loss()) or _failed(running.failure)
     if followers is not None:
         followers.end()
-    counts, cause = engine.counts, request.asked.name if request.asked else "the server"
+    _say_end(engine.counts, request, say)
+
+
+def _say_end(counts: EngineCounts, request: StopRequest, say: Callable[[str], None]) -> None:
+    cause = request.asked.name if request.asked else "the server"
     ended = sum(counts.ended.values())
     say(f"stopped by {cause}: {ended} requests, {counts.generated_tokens} tokens")
 
