@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.presets import MODELS
+from jaxinfra.config.presets import MODELS, run_preset
 from jaxinfra.config.run import Remat
 from jaxinfra.config.validate import check_divides
 from jaxinfra.errors import ConfigError
@@ -93,6 +93,8 @@ def train_command(plan: Plan) -> str | None:
         words.append(f"--set pipeline.chunks={layout.chunks}")
     if layout.keep_gathered is not None and layout.may_keep_gathered:
         words.append(f"--set sharding.keep_gathered={str(layout.keep_gathered).lower()}")
+    if name in MODELS and layout.mesh.pipe > 1 and run_preset(name).training.unroll > 1:
+        words.append("--set training.unroll=1")  # stages loop over their layers
     if layout.devices > plan.device.node_devices:
         words.append("--run runs/planned")  # processes share the directory that is named
     fraction = plan.device.memory_fraction(plan.memory.arrays)

@@ -117,6 +117,14 @@ def test_a_plan_begins_with_a_command_that_trains_so(name):
         assert second.strip().endswith(" ".join(words))
 
 
+@pytest.mark.parametrize("name", ["small", "small_moe", "tiny"])
+def test_a_plan_of_stages_trains_whatever_its_preset_unrolls(name):
+    mesh = MeshConfig(pipe=2, replica=5)
+    layout = Layout(length=640, batch=50, mesh=mesh, accumulation=5)
+    command = train_command(make_plan(find_model(name), layout, find_device("h200"))) or ""
+    validate(train.config_of(parsed(*shlex.split(command.partition("train ")[2]))))
+
+
 @pytest.mark.parametrize(
     ("devices", "fixed"), [(6, ()), (12, (("pipe", 2),)), (20, (("tensor", 2),))]
 )
