@@ -49,6 +49,7 @@ class Completion:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     scores: np.ndarray
+    num_cached: int = 0  # tokens of the prompt that another request had computed
 
 
 def policy(name: PolicyName, numerics: Numerics = Numerics.EXACT) -> Policy:
@@ -64,13 +65,20 @@ def random_parameters(definition: ModelDefinition) -> Parameters:
     )
 
 
-def sampled(engine: Engine, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[Completion]:
-    """Completions at temperature 1; the prompt decides the draws, not its place."""
+def sampled(
+    engine: Engine, prompts: Sequence[tuple[int, ...]] = PROMPTS, *, temperature: float = 1.0
+) -> list[Completion]:
+    """Completions; the prompt decides the draws, not its place. Only at temperature 1 with scores,
+    for which an engine does not draft.
+    """
+    sampling = SamplingConfig(temperature=temperature)
+    if temperature == 1.0:
+        sampling = dataclasses.replace(sampling, logprobs=0)
     requests = [
         GenerationRequest(
             prompt_ids=prompt,
             max_new_tokens=NEW,
-            sampling=SamplingConfig(temperature=1.0, logprobs=0),
+            sampling=sampling,
             seed=1,
             choice=PROMPTS.index(prompt),
         )
@@ -81,7 +89,14 @@ def sampled(engine: Engine, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> lis
         assert came[-1].error is None, came[-1].error
         scores = [score.logprob for each in came for score in each.scores]
         tokens = tuple(token for each in came for token in each.tokens)
-        found.append(Completion(prompt=prompt, tokens=tokens, scores=np.array(scores, np.float32)))
+        found.append(
+            Completion(
+                prompt=prompt,
+                tokens=tokens,
+                scores=np.array(scores, np.float32),
+                num_cached=max(each.num_cached for each in came),
+            )
+        )
     return found
 
 
@@ -91,6 +106,7 @@ def trained_scores(
     completions: Sequence[Completion],
     *,
     packed: bool = True,
+    differentiated: bool = True,
     placement: Placement | None = None,
 ) -> list[np.ndarray]:
     """Log-probabilities as a training program computes them beside its gradient, of packed rows in
@@ -122,9 +138,11 @@ def trained_scores(
     if placement is not None:
         tree = jax.device_put(tree, placement.parameters(definition))
         given = jax.device_put(given, placement.batch)
-    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (_, each_BT), gradients = step(tree, *given)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    if differentiated:
+        (_, each_BT), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(tree, *given)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    else:
+        _, each_BT = jax.jit(loss)(tree, *given)
     each_BT = np.asarray(each_BT)
     return [
         each_BT[places[i][0], places[i][1] : places[i][1] + len(found.tokens)]
