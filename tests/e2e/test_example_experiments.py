@@ -104,6 +104,16 @@ def test_an_experiment_runs(name, texts, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_learns_a_rule_from_its_reward_alone(tmp_path):
+    words = ("--seeds", "1", "--steps", "60", "--out", "out")
+    said = run("reinforcement", *words, place=tmp_path).splitlines()[-1]
+    found = re.fullmatch(r"seed 1: reward ([\d.]+) -> ([\d.]+)", said)
+    assert found, said
+    assert float(found[1]) < 0.2
+    assert float(found[2]) > 0.9
+
+
+@pytest.mark.slow
 def test_a_plan_says_how_many_gpus(tmp_path):
     said = run("planning", "--days", "7", "--devices", "8", "64", place=tmp_path)
     assert "64 GPUs suffice" in said
