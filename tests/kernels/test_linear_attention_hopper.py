@@ -32,16 +32,62 @@ def inputs(shape=SHAPE, seed=0):
     return given | {"segment_ids": jnp.asarray(ids, jnp.int32)}
 
 
+def cotangents(shape=SHAPE):
+    batch, length, _, num_values, width, value_width = shape
+    keys = jax.random.split(jax.random.key(1))
+    d_out = jax.random.normal(keys[0], (batch, length, num_values, value_width), jnp.bfloat16)
+    return d_out, jax.random.normal(keys[1], (batch, num_values, width, value_width))
+
+
+def pulled(given, cotangents):
+    """Outputs and state, and the gradients of all arrays but the documents."""
+    ids = given["segment_ids"]
+    given = {name: x for name, x in given.items() if name != "segment_ids"}
+
+    def attend(given):
+        return linear_attention(**given, segment_ids=ids, implementation="hopper")
+
+    results, pull = jax.vjp(attend, given)
+    return results, pull(cotangents)[0]
+
+
+def formula(given, cotangents):
+    """``pulled``, token after token in fp32."""
+    ids = given["segment_ids"]
+    document = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
+
+    def attend(given):
+        names = ("q", "k", "v", "log_decay", "beta", "state")
+        q, k, v, log_decay, beta, state = (given[name] for name in names)
+        return reference(q, k, v, log_decay, beta, state, document)
+
+    wide = {n: x.astype(jnp.float32) for n, x in given.items() if n != "segment_ids"}
+    results, pull = jax.vjp(attend, wide)
+    return results, pull(tuple(x.astype(jnp.float32) for x in cotangents))[0]
+
+
 def traced(given, **changes):
     return jax.jit(lambda given: linear_attention(**given, **changes)).trace(given)
 
 
-@pytest.mark.parametrize("heads", [(2, 4), (2, 2)], ids=["shared keys", "own keys"])
-def test_the_kernels_lower_for_a_gpu(heads):
-    given = inputs((2, 150, *heads, 128, 128))
+def test_the_forward_kernels_lower_for_a_gpu():
     with device.compiling_for(device.H200):
-        text = traced(given).lower(lowering_platforms=("cuda",)).as_text()
+        text = traced(inputs()).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, (1, 128, 2, 2, 128, 128), (9, 128, 8, 16, 128, 128)],
+    ids=["shared keys", "own keys", "more blocks than processors"],
+)
+def test_all_kernels_lower_for_a_gpu(shape):
+    """Two kernels forward, and four backward."""
+    with device.compiling_for(device.H200):
+        trace = jax.jit(pulled).trace(inputs(shape), cotangents(shape))
+        text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 6
 
 
 def test_short_calls_and_other_devices_use_xla():
@@ -75,7 +121,7 @@ def test_gates_are_decays_within_documents():
     document = given["segment_ids"][:, :128]
     document -= document[:, :1]
     found = np.asarray(gates(log, beta, document))
-    log, document = np.asarray(log, np.float64), np.asarray(document)
+    log, beta, document = np.asarray(log, np.float64), np.asarray(beta), np.asarray(document)
     for b, m, t in np.ndindex(2, 4, 128):
         j, i = divmod(t, CHUNK)
         chunk = slice(j * CHUNK, (j + 1) * CHUNK)
@@ -85,7 +131,7 @@ def test_gates_are_decays_within_documents():
             Gate.SUM: logs[: i + 1].sum() / np.log(2),
             Gate.BETA: beta[b, t, m],
             Gate.ENTERED: np.exp(logs[: i + 1].sum()) if ids[i] == before else 0.0,
-            Gate.LEFT: np.exp(logs[i + 1 :].sum()) if ids[i] == ids[-1] else 0.0,
+            Gate.WRITTEN: beta[b, t, m] * np.exp(logs[i + 1 :].sum()) * (ids[i] == ids[-1]),
             Gate.FIRST: np.argmax(ids == ids[i]),
         }
         for gate, number in want.items():
@@ -101,19 +147,15 @@ def test_gates_are_decays_within_documents():
     [SHAPE, (1, 320, 4, 4, 128, 64), (9, 192, 8, 16, 128, 128)],
     ids=["shared keys", "own keys", "more blocks than processors"],
 )
-def test_outputs_and_states_are_those_of_the_formula(shape):
-    """The kernels round each operand of a product once, to 8 bits."""
-    given = inputs(shape)
-    got = jax.jit(lambda given: linear_attention(**given, implementation="hopper"))(given)
-    ids = given["segment_ids"]
-    document = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
-    names = ("q", "k", "v", "log_decay", "beta", "state")
-    wide = (given[name].astype(jnp.float32) for name in names)
-    true = jax.jit(reference)(*wide, document)
-    for found, want in zip(got, true, strict=True):
+def test_results_and_gradients_are_those_of_the_formula(shape):
+    """On the way to any of them at most 16 operands of products are rounded, to 8 bits each."""
+    given, d_results = inputs(shape), cotangents(shape)
+    run = jax.jit(pulled)
+    got, again = run(given, d_results), run(given, d_results)
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+    true = jax.jit(formula)(given, d_results)
+    leaves = jax.tree_util.tree_leaves_with_path(got)
+    for (path, found), want in zip(leaves, jax.tree.leaves(true), strict=True):
         found, want = (np.asarray(x, np.float64) for x in (found, want))
-        error = np.sqrt(np.mean((found - want) ** 2))
-        assert error < 4 * 2.0**-9 * np.sqrt(np.mean(want**2))
-        again = jax.jit(lambda given: linear_attention(**given, implementation="hopper"))(given)
-    for found, repeated in zip(got, again, strict=True):
-        np.testing.assert_array_equal(found, repeated)
+        error = np.linalg.norm(found - want) / np.linalg.norm(want)
+        assert error < np.sqrt(16) * 2.0**-9, (jax.tree_util.keystr(path), error)

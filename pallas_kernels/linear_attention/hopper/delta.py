@@ -1,17 +1,25 @@
-"""The gated delta rule on a Hopper GPU: what it supports, and its two kernels one after another.
+"""The gated delta rule and its gradient on a Hopper GPU: supported calls, and the kernels in turn.
+
+Forward, ``inverse`` solves the systems of all chunks, and ``scan`` goes from chunk to chunk.
+Backward, ``scan`` computes the states again, ``reverse`` their cotangents from the last chunk to
+the first, and ``gradients`` those of all tokens.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import device
-from pallas_kernels.linear_attention.chunked import chunked
 
+from . import scan
+from .chunks import COLUMNS
 from .gates import CHUNK, gates
+from .gradients import token_gradients
 from .inverse import inverses
-from .scan import COLUMNS, scan
+from .reverse import cotangents as cotangents_of
 
 _KEY_WIDTH = 128
 
@@ -51,50 +59,66 @@ def gated_delta(
     """Computes ``reference``: outputs [B, T, M, V] in v's dtype, and the last state in fp32.
 
     Operands of products are rounded to bf16, sums are fp32, and triangular systems are solved in
-    fp32. The gradient is that of ``chunked``.
+    fp32. The backward pass keeps the operands and computes the rest again.
     """
-    return _forward(q_BTNH, k_BTNH, v_BTMV, log_decay_BTM, beta_BTM, state_BMHV, document_BT)
+    q, k, v, log_decay, beta = _padded(q_BTNH, k_BTNH, v_BTMV, log_decay_BTM, beta_BTM)
+    documents = _with_edge(document_BT)
+    out, end = scan.outputs(_operands(q, k, v, log_decay, beta, documents, state_BMHV))
+    return out[:, : q_BTNH.shape[1]], end.swapaxes(2, 3)
 
 
-def _kept(*operands: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    return _forward(*operands), operands
+def _kept(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    return gated_delta(*operands), operands
 
 
 def _pulled(
-    operands: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+    given: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
-    *arrays, document_BT = operands
-
-    def formula(q, k, v, log_decay, beta, state) -> tuple[jax.Array, jax.Array]:
-        return chunked(q, k, v, log_decay, beta, state, document_BT)
-
-    d_out, d_state = cotangents
-    _, pull = jax.vjp(formula, *arrays)
-    return *pull((d_out.astype(jnp.float32), d_state)), None
-
-
-def _forward(
-    q_BTNH: jax.Array,
-    k_BTNH: jax.Array,
-    v_BTMV: jax.Array,
-    log_decay_BTM: jax.Array,
-    beta_BTM: jax.Array,
-    state_BMHV: jax.Array,
-    document_BT: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    length = q_BTNH.shape[1]
-
-    def padded(x: jax.Array, mode: str = "constant") -> jax.Array:
-        """Appends tokens that neither decay nor write, up to whole chunks."""
-        ends = ((0, 0), (0, -length % CHUNK), *[(0, 0)] * (x.ndim - 2))
-        return jnp.pad(x, ends, mode=mode) if length % CHUNK else x
-
-    q_BTNH, k_BTNH, v_BTMV = padded(q_BTNH), padded(k_BTNH), padded(v_BTMV)
-    document_BT = padded(document_BT, mode="edge")
-    numbers = gates(padded(log_decay_BTM), padded(beta_BTM), document_BT)
-    state_BMVH = state_BMHV.astype(jnp.float32).swapaxes(2, 3)
-    out, state_BMVH = scan(q_BTNH, k_BTNH, v_BTMV, numbers, inverses(k_BTNH, numbers), state_BMVH)
-    return out[:, :length], state_BMVH.swapaxes(2, 3)
+    *tokens, state_BMHV, document_BT = given
+    length, d_state_BMHV = document_BT.shape[1], cotangents[1]
+    q, k, v, log_decay, beta, d_out = _padded(*tokens, cotangents[0])
+    operands = _operands(q, k, v, log_decay, beta, _with_edge(document_BT), state_BMHV)
+    states, solved = scan.states({name: x for name, x in operands.items() if name != "q"})
+    start = d_state_BMHV.astype(jnp.float32).swapaxes(2, 3)
+    d_states, d_v, d_start = cotangents_of(operands | {"values": d_out, "start": start})
+    d_q, d_k, d_log, d_beta = token_gradients(
+        operands, d_out, solved=solved, states=states, d_states=d_states, d_v=d_v
+    )
+    found = (x[:, :length] for x in (d_q, d_k, d_v, d_log, d_beta))
+    found = (x.astype(like.dtype) for x, like in zip(found, tokens, strict=True))
+    return *found, d_start.swapaxes(2, 3).astype(state_BMHV.dtype), None
 
 
 gated_delta.defvjp(_kept, _pulled)
+
+
+def _padded(*arrays: jax.Array) -> list[jax.Array]:
+    """Appends tokens that neither decay nor write, up to whole chunks."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        missing = -x.shape[1] % CHUNK
+        ends = ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))
+        return jnp.pad(x, ends) if missing else x
+
+    return [pad(x) for x in arrays]
+
+
+def _with_edge(document_BT: jax.Array) -> jax.Array:
+    """The documents, with the last token's for those of ``_padded``."""
+    return jnp.pad(document_BT, ((0, 0), (0, -document_BT.shape[1] % CHUNK)), mode="edge")
+
+
+def _operands(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    document: jax.Array,
+    state: jax.Array,
+) -> dict[str, jax.Array]:
+    """Operands of the kernels that go from chunk to chunk."""
+    numbers = gates(log_decay, beta, document)
+    start = state.astype(jnp.float32).swapaxes(2, 3)
+    named = {"q": q, "k": k, "values": v, "gates": numbers, "start": start}
+    return named | {"inverses": inverses(k, numbers)}

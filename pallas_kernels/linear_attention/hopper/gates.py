@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.mosaic import mgpu, mgpu_utils, plgpu
@@ -23,8 +24,18 @@ class Gate(enum.IntEnum):
     SUM = 0  # logarithms of decay, base 2, summed from the chunk's first token to this one
     BETA = 1
     ENTERED = 2  # decay from the state that enters the chunk to this token; 0 in a new document
-    LEFT = 3  # decay from this token to the chunk's end; 0 if its document ends before
+    WRITTEN = 3  # beta times decay to the chunk's end; 0 if the document ends before
     FIRST = 4  # place in the chunk of the first token of this token's document
+
+
+def by_chunks(x_BT_: jax.Array) -> jax.Array:
+    """Reshapes [B, T, ...] to [B, ..., J, i]; T must be a multiple of 64."""
+    chunks = x_BT_.reshape(len(x_BT_), -1, CHUNK, *x_BT_.shape[2:])
+    return jnp.moveaxis(chunks, (1, 2), (-2, -1))
+
+
+_LEAST_BETA = 2.0**-100
+"""Stands for a beta of 0, by which the backward pass divides: it adds less than rounding does."""
 
 
 def gates(log_decay_BTM: jax.Array, beta_BTM: jax.Array, document_BT: jax.Array) -> jax.Array:
@@ -35,24 +46,23 @@ def gates(log_decay_BTM: jax.Array, beta_BTM: jax.Array, document_BT: jax.Array)
             given state.
     """
 
-    def cut(x_BT_: jax.Array) -> jax.Array:
-        """[B, T, ...] as [B, ..., J, i]."""
-        chunks = x_BT_.reshape(len(x_BT_), -1, CHUNK, *x_BT_.shape[2:])
-        return jnp.moveaxis(chunks, (1, 2), (-2, -1))
-
-    sum_BMJi = jnp.cumsum(cut(log_decay_BTM.astype(jnp.float32)), axis=-1)
-    document_BJi = cut(document_BT)
+    beta_BMJi = jnp.maximum(by_chunks(beta_BTM.astype(jnp.float32)), _LEAST_BETA)
+    sum_BMJi = jnp.cumsum(by_chunks(log_decay_BTM.astype(jnp.float32)), axis=-1)
+    # Else XLA would transpose once per gate, and element by element.
+    sum_BMJi, beta_BMJi = lax.optimization_barrier((sum_BMJi, beta_BMJi))
+    document_BJi = by_chunks(document_BT)
     last_BJ = document_BJi[..., -1]
     before_BJ1 = jnp.pad(last_BJ[:, :-1], ((0, 0), (1, 0)))[..., None]
     goes_on_B1Ji = (document_BJi == before_BJ1)[:, None]
     is_last_B1Ji = (document_BJi == last_BJ[..., None])[:, None]
     is_earlier_BJij = document_BJi[..., None, :] < document_BJi[..., :, None]
     first_B1Ji = jnp.sum(is_earlier_BJij, axis=-1, dtype=jnp.float32)[:, None]
+    left_BMJi = jnp.exp(jnp.where(is_last_B1Ji, sum_BMJi[..., -1:] - sum_BMJi, -jnp.inf))
     rows = {
         Gate.SUM: sum_BMJi * LOG2E,
-        Gate.BETA: cut(beta_BTM.astype(jnp.float32)),
+        Gate.BETA: beta_BMJi,
         Gate.ENTERED: jnp.exp(jnp.where(goes_on_B1Ji, sum_BMJi, -jnp.inf)),
-        Gate.LEFT: jnp.exp(jnp.where(is_last_B1Ji, sum_BMJi[..., -1:] - sum_BMJi, -jnp.inf)),
+        Gate.WRITTEN: beta_BMJi * left_BMJi,
         Gate.FIRST: jnp.broadcast_to(first_B1Ji, sum_BMJi.shape),
     }
     return jnp.stack([rows[gate] for gate in Gate], axis=-2)
@@ -73,7 +83,7 @@ def load_gate(gates, gate: Gate, layout: Any) -> jax.Array:
     return load(gates)
 
 
-def passed(gates, *, is_strict: bool) -> jax.Array:
+def passed(gates, *, is_strict: bool, by_reader: bool = False) -> jax.Array:
     """Computes, in a kernel, the decay from each token j (rows) to token i (columns) of a chunk.
 
     It is 0 where i does not see j: an earlier token of its document or, unless ``is_strict``,
@@ -81,21 +91,25 @@ def passed(gates, *, is_strict: bool) -> jax.Array:
 
     Args:
         gates: a value head's gates of the chunk in shared memory, [G, 64].
+        by_reader: transposes the result: i in rows.
     """
     shape, tile = (CHUNK, CHUNK), tile_layout()
-    kinds = (row_layout(), column_layout(), column_layout())
+    of_j, of_i = (row_layout(), column_layout())[:: -1 if by_reader else 1]
+    kinds = (of_j, of_i, of_i)
+    j, i = (1, 0) if by_reader else (0, 1)
 
     @plgpu.inline_mgpu(
         arg_types=kinds, return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=tile)
     )
     def decay(_, sum_j, sum_i, first_i):
         layout, f32 = tile.to_mgpu(), ir.F32Type.get()
-        sum_j = sum_j.broadcast_in_dim(shape, (0,), layout)
-        sum_i, first_i = (x.broadcast_in_dim(shape, (1,), layout) for x in (sum_i, first_i))
-        row, column = (
-            mgpu.FragmentedArray.broadcasted_iota(f32, shape, dim, layout) for dim in (0, 1)
+        sum_j = sum_j.broadcast_in_dim(shape, (j,), layout)
+        sum_i, first_i = (x.broadcast_in_dim(shape, (i,), layout) for x in (sum_i, first_i))
+        place_j, place_i = (
+            mgpu.FragmentedArray.broadcasted_iota(f32, shape, dim, layout) for dim in (j, i)
         )
-        is_seen = ((row < column) if is_strict else (row <= column)) & (row >= first_i)
+        is_earlier = place_j < place_i if is_strict else place_j <= place_i
+        is_seen = is_earlier & (place_j >= first_i)
         passed = (sum_i - sum_j).exp2(approx=True)
         zero = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout)
         return is_seen.select(passed, zero)

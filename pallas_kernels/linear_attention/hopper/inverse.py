@@ -1,12 +1,13 @@
 """Inverses of the chunks' triangular systems, for all chunks side by side.
 
-Within a chunk the delta rule is a system of 64 equations: the values V' that the tokens write obey
-``(I + A) V' = beta (V - entered K S)``, with ``A[i, j] = beta_i decay(i, j) k_i . k_j`` for j < i.
-A block computes ``(I + A)^-1 diag(beta)`` of two value heads. K K^T is one WGMMA product. The
-inverse is found by forward substitution in fp32: each of 128 threads owns a column of one of the
-two inverses in registers, and reads A from shared memory, where a warp's threads want the same
-number. Products of powers of A would be fewer operations, but cancel: with 64 equal keys they reach
-1e18, and the inverse has entries of 1.
+Within a chunk the delta rule is a system of 64 equations: the tokens write values beta Y with
+``(I + A) Y = V - entered K S`` and ``A[i, j] = decay(i, j) k_i . k_j beta_j`` for j < i. A block
+computes ``(I + A)^-1`` of two value heads. K K^T is one WGMMA product. The inverses of the two
+diagonal blocks of 32 are found by forward substitution in fp32: each thread of a warp owns a column
+in registers, and reads A from shared memory, where all threads want the same number. With Z of
+these inverses and L of the block below them, the whole inverse is ``Z - Z L Z``: two products by
+WGMMA, whose operands are sums of two bf16 and so keep 16 bits. Products of powers of A would need
+no substitution, but cancel: with 64 equal keys they reach 1e18, and the inverse has entries of 1.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, J chunk.
 """
@@ -16,13 +17,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS
-from pallas_kernels.hopper.mosaic import arith, llvm, mgpu_utils, plgpu, vector
+from pallas_kernels.hopper.machine import LANES
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, plgpu, vector
+from pallas_kernels.hopper.thread_registers import ThreadRegisters
 from pallas_kernels.hopper.threads import (
     address,
     assembly,
@@ -32,19 +35,22 @@ from pallas_kernels.hopper.threads import (
     packed_pair,
     thread,
     total,
+    widened_pair,
 )
-from pallas_kernels.hopper.tile import column_layout, tile_layout, tiled
+from pallas_kernels.hopper.tile import row_layout, tile_layout, tiled
 
 from .gates import CHUNK, Gate, load_gate, passed
 
-_PITCH = CHUNK + 8  # numbers per row of a system in shared memory, so that banks do not conflict
+_HALF = CHUNK // 2
+_PITCH = _HALF + 8  # numbers per row of a block in shared memory, so that banks do not conflict
 _FOUR = 4  # numbers per load from shared memory
 _PIECE = 16  # bytes of a store to shared memory
 _LINE = 128  # bytes within which pieces are permuted
+_COLUMN = ThreadRegisters(count=_HALF, dtype=jnp.dtype(jnp.float32))
 
 
 def inverses(k_BTNH: jax.Array, gates: jax.Array) -> jax.Array:
-    """Computes bf16 [B, M, J, 64, 64]: element [j, i] is ``((I + A)^-1)[i, j] beta_j``.
+    """Computes bf16 [B, M, J, 64, 64]: element [j, i] is ``((I + A)^-1)[i, j]``.
 
     Args:
         k_BTNH: bf16, T a multiple of 64, H of 64.
@@ -87,13 +93,17 @@ class _Inverses:
     def scratch(self) -> dict[str, Any]:
         tile = tiled(_LINE)
         keys = (self.num_products, CHUNK, self.width)
+        pairs = plgpu.SMEM((2, 2, CHUNK, CHUNK), self.dtype, transforms=tile)
         return {
-            # The results take the space of the keys, which are read before.
-            "k_out": plgpu.RefUnion(
-                plgpu.SMEM(keys, self.dtype, transforms=tile),
-                plgpu.SMEM((2, CHUNK, CHUNK), self.dtype, transforms=tile),
+            "below": pairs,
+            # Keys and systems are read before the blocks' inverses take their space.
+            "shared": plgpu.RefUnion(
+                (
+                    plgpu.SMEM(keys, self.dtype, transforms=tile),
+                    plgpu.SMEM((2, 2, _HALF, _PITCH), jnp.float32),
+                ),
+                pairs,
             ),
-            "systems": plgpu.SMEM((2, CHUNK, _PITCH), jnp.float32),
             "gates": plgpu.SMEM((2, len(Gate), CHUNK), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=1 + self.num_products),
         }
@@ -101,7 +111,7 @@ class _Inverses:
     def run(self, gmem, smem) -> None:
         """Runs one block: loads, products, substitution, stores."""
         block, pairs = lax.axis_index("block"), self.num_values // 2
-        keys, out = smem.k_out
+        (keys, systems), blocks = smem.shared
         pair, rest = lax.rem(block, pairs), lax.div(block, pairs)
         chunk, b = lax.rem(rest, self.num_chunks), lax.div(rest, self.num_chunks)
         rows, group = pl.ds(chunk * CHUNK, CHUNK), self.num_values // self.num_keys
@@ -120,46 +130,101 @@ class _Inverses:
 
             products = pl.run_scoped(product, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
             for h in range(2) if self.num_products == 1 else (i,):
-                _write_system(self._system(smem.gates.at[h], products), smem.systems, h)
+                below = _write_blocks(self._system(smem.gates.at[h], products), systems, h)
+                self._write_pair(below, smem.below.at[h])
         plgpu.commit_smem()
-        # Warps of a block differ in work, and their SM's schedulers take warps by number.
-        odd = lax.rem(lax.div(block, NUM_PROCESSORS), 2)
-        _substitute(odd, smem.systems, smem.gates, out)
+        columns = _substitute(systems)
+        plgpu.commit_smem()
+        _write_inverses(columns, blocks)
         plgpu.commit_smem()
         for h in range(2):
-            plgpu.copy_smem_to_gmem(out.at[h], gmem.inverses.at[b, 2 * pair + h, chunk])
+            whole = self._whole(blocks.at[h], smem.below.at[h])
+            plgpu.commit_smem()  # all warps have read what the result replaces
+            out = smem.below.at[h, 0]
+            out[...] = whole.astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, gmem.inverses.at[b, 2 * pair + h, chunk])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _system(self, gates, products: jax.Array) -> jax.Array:
         """Computes ``-A`` transposed of a value head: rows j, columns i."""
         # K K^T is symmetric, so its element [j, i] is that of [i, j].
-        beta = load_gate(gates, Gate.BETA, column_layout())
-        return (
-            products
-            * passed(gates, is_strict=True)
-            * -lax.broadcast_in_dim(beta, products.shape, [1])
-        )
+        beta = load_gate(gates, Gate.BETA, row_layout())
+        scale = -lax.broadcast_in_dim(beta, products.shape, [0])
+        return products * passed(gates, is_strict=True) * scale
+
+    def _write_pair(self, tile: jax.Array, pair) -> None:
+        """Writes a tile as a sum of two rounded ones."""
+        high, low = self._split(tile)
+        pair[0] = high
+        pair[1] = low
+
+    def _split(self, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        high = tile.astype(self.dtype)
+        return high, (tile - high.astype(jnp.float32)).astype(self.dtype)
+
+    def _whole(self, blocks, below) -> jax.Array:
+        """Computes a head's inverse, transposed, from those of its diagonal blocks."""
+
+        def first(acc):
+            for left, right in _LARGE:
+                plgpu.wgmma(acc, blocks.at[left], below.at[right])
+            return lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc))
+
+        def second(acc):
+            for left, right in _LARGE:
+                plgpu.wgmma(acc, parts[left], blocks.at[right])
+            high, low = (plgpu.load(blocks.at[i], layout=tile_layout()) for i in range(2))
+            total = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc))
+            return total + high.astype(jnp.float32) + low.astype(jnp.float32)
+
+        square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+        parts = self._split(pl.run_scoped(first, square))
+        return pl.run_scoped(second, square)
 
 
-def _write_system(system: jax.Array, systems, head: int) -> None:
-    """Writes a tile [64, 64] to the head's system in shared memory."""
+_LARGE = ((0, 0), (0, 1), (1, 0))
+"""Products of parts of a product's operands, without that of both small ones."""
 
-    @plgpu.inline_mgpu(arg_types=(tile_layout(), plgpu.RefType()))
+
+def _write_blocks(system: jax.Array, systems, head: int) -> jax.Array:
+    """Writes the two diagonal blocks of a head's system; returns the rest, which is block [0, 1].
+
+    Args:
+        systems: of both heads, in shared memory.
+    """
+    tile = tile_layout()
+
+    @plgpu.inline_mgpu(
+        arg_types=(tile, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=tile),
+    )
     def write(_, tile, systems):
         lane, warp = (f(thread(), constant(LANES)) for f in (arith.remui, arith.divui))
-        row = total((warp, 16), arith.divui(lane, constant(4)))
+        block = arith.divui(warp, constant(2))
+        row = total((arith.remui(warp, constant(2)), 16), arith.divui(lane, constant(4)))
         column = arith.muli(arith.remui(lane, constant(4)), constant(2))
-        numbers = total((row, _PITCH), column, constant(head * CHUNK * _PITCH))
-        place = total(address(systems), (numbers, 4))
+        numbers = total((row, _PITCH), column, (block, _HALF * _PITCH))
+        start = total(numbers, constant(head * 2 * _HALF * _PITCH))
+        place = total(address(systems), (start, 4))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, block, constant(0))
+        pairs = list(tile.registers.flat)
+        zero = mgpu.FragmentedArray.splat(mgpu.c(0.0, ir.F32Type.get()), tile.shape, tile.layout)
+        rest = list(zero.registers.flat)
         # A thread has two neighboring numbers in a strip of 8 columns, and two 8 rows below.
-        for index, pair in enumerate(tile.registers.flat):
+        for index in range(len(pairs) // 2):
             strip, half = divmod(index, 2)
+            later = len(pairs) // 2 + index
+            pair = arith.select(is_first, pairs[index], pairs[later])
             offset = 4 * (8 * half * _PITCH + 8 * strip)
             text = f"st.shared.v2.f32 [$0+{offset}], {{$1,$2}};"
             values = [_element(pair, i) for i in range(2)]
             assembly(None, [place, *values], text, "r,f,f,~{memory}", pure=False)
+            rest[later] = arith.select(is_first, pairs[later], rest[later])
+        registers = np.array(rest, dtype=object).reshape(tile.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
 
-    write(system, systems)
+    return write(system, systems)
 
 
 def _element(pair: Any, which: int) -> Any:
@@ -167,77 +232,66 @@ def _element(pair: Any, which: int) -> Any:
     return vector.extract(pair, dynamic_position=[], static_position=position)
 
 
-def _substitute(odd: jax.Array, systems, gates, out) -> None:
-    """Solves both systems for the columns of a unit matrix, and writes the scaled inverses.
+def _substitute(systems) -> jax.Array:
+    """Solves the four blocks' systems for a unit matrix: a warp per block, a thread per column."""
 
-    Two warps own a head's 64 columns. The one with the last 32 starts at row 32, for its columns
-    are zero above.
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_COLUMN.array)
+    def solve(_, systems):
+        warp, column = (f(thread(), constant(LANES)) for f in (arith.divui, arith.remui))
+        system = total(address(systems), (warp, 4 * _HALF * _PITCH))
+        is_one = arith.CmpIPredicate.eq
+        x = [
+            arith.select(arith.cmpi(is_one, column, constant(i)), number(1.0), number(0.0))
+            for i in range(_HALF)
+        ]
+        for j in range(_HALF - 1):
+            for at in range((j + 1) // _FOUR * _FOUR, _HALF, _FOUR):
+                factors = _four(system, 4 * (j * _PITCH + at))
+                for i, factor in enumerate(factors, start=at):
+                    if i > j:
+                        x[i] = fused(factor, x[j], x[i])
+        return _COLUMN.wrap(x)
 
-    Args:
-        odd: 1 exchanges the two warps' columns.
-    """
-    splat = plgpu.Layout.WG_SPLAT(())
-    kinds = (plgpu.RefType(), plgpu.RefType(), plgpu.RefType(tiled(_LINE)))
-
-    @plgpu.inline_mgpu(arg_types=(splat, *kinds))
-    def solve(_, odd, systems, gates, out):
-        warp = arith.divui(thread(), constant(LANES))
-        head = arith.divui(warp, constant(2))
-        half = arith.xori(arith.remui(warp, constant(2)), odd.registers.flat[0])
-        column = total((half, LANES), arith.remui(thread(), constant(LANES)))
-        system = total(address(systems), (head, 4 * CHUNK * _PITCH))
-        place = total((head, len(Gate) * CHUNK), column, constant(Gate.BETA * CHUNK))
-        beta = _floats(total(address(gates), (place, 4)), 1, 0)[0]
-        line = total(address(out), (head, CHUNK * _LINE), (column, _LINE))
-        for first in (0, LANES):
-            at = constant(first // LANES)
-            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, half, at)):
-                solution = _solved(system, column, first)
-                scaled = [arith.mulf(x, beta) for x in solution]
-                _write_line([number(0.0)] * first + scaled, line, column)
-
-    solve(odd, systems, gates, out)
+    return solve(systems)
 
 
-def _solved(system: Any, column: Any, first: int) -> list[Any]:
-    """Elements from ``first`` on of a thread's column of the inverse."""
-    is_one = arith.CmpIPredicate.eq
-    x = {
-        i: arith.select(arith.cmpi(is_one, column, constant(i)), number(1.0), number(0.0))
-        for i in range(first, CHUNK)
-    }
-    for j in range(first, CHUNK - 1):
-        for at in range((j + 1) // _FOUR * _FOUR, CHUNK, _FOUR):
-            factors = _floats(system, _FOUR, 4 * (j * _PITCH + at))
-            for i, factor in enumerate(factors, start=at):
-                if i > j:
-                    x[i] = fused(factor, x[j], x[i])
-    return [x[i] for i in range(first, CHUNK)]
-
-
-def _floats(place: Any, count: int, offset: int) -> list[Any]:
-    """Loads fp32 numbers from shared memory."""
+def _four(place: Any, offset: int) -> list[Any]:
+    """Loads four fp32 numbers from shared memory."""
     f32 = ir.F32Type.get()
-    if count == 1:
-        text = f"ld.shared.f32 $0, [$1+{offset}];"
-        return [assembly(f32, [place], text, "=f,r,~{memory}", pure=False)]
-    names = ",".join(f"${i}" for i in range(count))
-    found = assembly(
-        llvm.StructType.get_literal([f32] * count),
-        [place],
-        f"ld.shared.v{count}.f32 {{{names}}}, [${count}+{offset}];",
-        ",".join(["=f"] * count + ["r"]),
-        pure=False,
-    )
-    return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
+    kind = llvm.StructType.get_literal([f32] * _FOUR)
+    text = f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{offset}];"
+    found = assembly(kind, [place], text, "=f,=f,=f,=f,r,~{memory}", pure=False)
+    return [llvm.extractvalue(f32, found, [i]) for i in range(_FOUR)]
 
 
-def _write_line(values: list[Any], line: Any, row: Any) -> None:
-    """Writes a row of 64 numbers, rounded, to a swizzled tile."""
-    low = arith.remui(row, constant(8))
-    for piece in range(_LINE // _PIECE):
-        part = values[8 * piece : 8 * piece + 8]
-        words = [packed_pair(part[i : i + 2], jnp.dtype(jnp.bfloat16)) for i in range(0, 8, 2)]
-        place = total(line, (arith.xori(low, constant(piece)), _PIECE))
+def _write_inverses(columns: jax.Array, blocks) -> None:
+    """Writes the blocks' inverses, transposed, as pairs of tiles [64, 64] of each head."""
+
+    @plgpu.inline_mgpu(arg_types=(_COLUMN.layout, plgpu.RefType(tiled(_LINE))))
+    def write(_, columns, blocks):
+        warp, lane = (f(thread(), constant(LANES)) for f in (arith.divui, arith.remui))
+        head, block = (f(warp, constant(2)) for f in (arith.divui, arith.remui))
+        row = total((block, _HALF), lane)
+        line = total(address(blocks), (head, 2 * CHUNK * _LINE), (row, _LINE))
+        low = arith.remui(row, constant(8))
+        bf16 = jnp.dtype(jnp.bfloat16)
+        high_words, low_words = [], []
+        numbers = _COLUMN.registers(columns)
+        for i in range(0, _HALF, 2):
+            pair = numbers[i : i + 2]
+            word = packed_pair(pair, bf16)
+            rest = [arith.subf(x, y) for x, y in zip(pair, widened_pair(word, bf16), strict=True)]
+            high_words.append(word)
+            low_words.append(packed_pair(rest, bf16))
         text = "st.shared.v4.b32 [$0], {$1,$2,$3,$4};"
-        assembly(None, [place, *words], text, "r,r,r,r,r,~{memory}", pure=False)
+        for which, words in enumerate((high_words, low_words)):
+            for piece in range(_LINE // _PIECE):
+                # The thread's 32 numbers are the line's first or last four pieces; others are 0.
+                own = words[4 * (piece % 4) : 4 * (piece % 4) + 4]
+                is_own = arith.cmpi(arith.CmpIPredicate.eq, block, constant(piece // 4))
+                values = [arith.select(is_own, x, constant(0)) for x in own]
+                offset = constant(which * CHUNK * _LINE)
+                place = total(line, (arith.xori(low, constant(piece)), _PIECE), offset)
+                assembly(None, [place, *values], text, "r,r,r,r,r,~{memory}", pure=False)
+
+    write(columns, blocks)

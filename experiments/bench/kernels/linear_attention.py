@@ -1,0 +1,163 @@
+"""The gated delta rule on a Hopper GPU: forward, gradient and a decode step, beside XLA's chunks.
+
+python -m experiments.bench.kernels.linear_attention \\
+    --out experiments/results/linear-attention-h200.json
+
+Heads of 128, 16 of keys and 32 of values, bf16. Times are sums of a call's kernels (CUPTI). A
+gradient's time is that of the backward pass alone, which computes the states again. Errors are
+relative to the formula in fp32, token after token.
+"""
+
+import collections
+import functools
+import statistics
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.stages
+from jax.experimental.mosaic.gpu import profiler
+
+from experiments.bench.harness import compiled, copied, options, relative, table_of
+from pallas_kernels import linear_attention
+from pallas_kernels.linear_attention.reference import reference
+
+KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128
+SHAPES = {"1 x 8192": (1, 8192), "1 x 32768": (1, 32768), "4 x 8192": (4, 8192)}
+ROWS = 64  # of a decode step
+DECODE, CHECKED = (ROWS, 1), (1, 1024)
+
+type Arrays = dict[str, jax.Array]
+
+
+def inputs(batch: int, length: int) -> Arrays:
+    """Keys of length 1, weak and strong decays, a state."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    heads = (batch, length, VALUE_HEADS)
+    q, k = jax.random.normal(keys[0], (2, batch, length, KEY_HEADS, WIDTH))
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = jax.random.normal(keys[1], (*heads, WIDTH))
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q * WIDTH**-0.5, k, v))
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "log_decay": -jnp.exp(1.5 * jax.random.normal(keys[2], heads) - 2.0),
+        "beta": jax.random.uniform(keys[3], heads, minval=0.1),
+        "state": jax.random.normal(keys[4], (batch, VALUE_HEADS, WIDTH, WIDTH)),
+    }
+
+
+def forward(given: Arrays, implementation: str) -> tuple[jax.Array, jax.Array]:
+    return linear_attention(**given, implementation=implementation)
+
+
+def backward(given: Arrays, cotangents: tuple[jax.Array, jax.Array], implementation: str) -> Arrays:
+    """The gradient, whose compiled program drops the forward pass's results."""
+    function = functools.partial(forward, implementation=implementation)
+    (gradient,) = jax.vjp(function, given)[1](cotangents)
+    return gradient
+
+
+def formula(given: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Outputs and state in fp32, token after token."""
+    names = ("q", "k", "v", "log_decay", "beta", "state")
+    q, k, v, log_decay, beta, state = (given[name].astype(jnp.float32) for name in names)
+    document = jnp.zeros(v.shape[:2], jnp.int32)
+    return reference(q, k, v, log_decay, beta, state, document)
+
+
+def formula_gradient(given: Arrays, cotangents: tuple[jax.Array, jax.Array]) -> Arrays:
+    wide = {name: x.astype(jnp.float32) for name, x in given.items()}
+    d_out, d_state = cotangents
+    return jax.vjp(formula, wide)[1]((d_out.astype(jnp.float32), d_state))[0]
+
+
+def kernels(f: Callable, *args: Any, rounds: int) -> dict[str, Any]:
+    """Median of a call's kernel time in ms, and the kernels that take most of one."""
+    jax.block_until_ready(f(*args))
+    times, by_name = [], {}
+    for _ in range(rounds):
+        _, launches = profiler.measure(f, aggregate=False)(*args)
+        assert launches is not None, "the call launched no kernel"
+        total = collections.defaultdict[str, float](float)
+        for name, ms in launches:
+            total[name[:48]] += ms
+        times.append(sum(total.values()))
+        by_name = dict(sorted(total.items(), key=lambda item: -item[1])[:10])
+    return {"ms": statistics.median(times), "kernels_ms": by_name}
+
+
+def cotangents_of(given: Arrays) -> tuple[jax.Array, jax.Array]:
+    noise = jax.random.normal(jax.random.key(9), given["v"].shape, jnp.bfloat16)
+    return noise, jnp.roll(given["state"], 1, axis=1)
+
+
+def arguments(shape: tuple[int, int], is_gradient: bool) -> tuple[Any, ...]:
+    given = inputs(*shape)
+    return (given, cotangents_of(given)) if is_gradient else (given,)
+
+
+class Programs:
+    """Programs of all rows, compiled side by side."""
+
+    def __init__(self):
+        self.pool = ThreadPoolExecutor(8)
+        self.compiled: dict[tuple, Future[jax.stages.Compiled]] = {}
+
+    def add(self, which: str, shape: tuple[int, int], is_gradient: bool) -> None:
+        """Starts to compile; ``which`` is an implementation or "formula"."""
+        f: Callable = (formula, formula_gradient)[is_gradient]
+        if which != "formula":
+            f = functools.partial((forward, backward)[is_gradient], implementation=which)
+        shapes = jax.eval_shape(functools.partial(arguments, shape, is_gradient))
+        self.compiled[which, shape, is_gradient] = self.pool.submit(compiled, f, *shapes)
+
+    def run(self, which: str, shape: tuple[int, int], is_gradient: bool) -> Any:
+        """A program's result of the shape's arrays."""
+        program = self.compiled[which, shape, is_gradient].result()
+        return program(*arguments(shape, is_gradient))
+
+    def timed(self, which: str, shape: tuple[int, int], is_gradient: bool, rounds: int) -> dict:
+        """Time of a program and of its kernels."""
+        program = self.compiled[which, shape, is_gradient].result()
+        return kernels(program, *arguments(shape, is_gradient), rounds=rounds)
+
+    def errors(self, which: str) -> dict[str, float]:
+        """Relative errors of outputs, state and gradients."""
+        got, true = (self.run(name, CHECKED, False) for name in (which, "formula"))
+        found = dict(zip(("out", "end"), map(relative, got, true), strict=True))
+        mine, true = (self.run(name, CHECKED, True) for name in (which, "formula"))
+        return found | {f"d_{name}": relative(mine[name], true[name]) for name in true}
+
+    def decode_step(self) -> dict[str, Any]:
+        """A token of each of 64 rows: its rate over the states, beside a copy's."""
+        row = self.timed("auto", DECODE, False, rounds=5)
+        num_bytes = 2 * 4 * ROWS * VALUE_HEADS * WIDTH**2
+        return row | {"of_copy": num_bytes / row["ms"] * 1e3 / copied()}
+
+
+def main() -> None:
+    args = options(__doc__, budget=80.0).parse_args()
+    table, programs = table_of(args), Programs()
+    measured = [("hopper", name) for name in SHAPES] + [("xla", "1 x 8192")]
+    for is_gradient in (False, True):
+        for which in ("hopper", "xla", "formula"):
+            programs.add(which, CHECKED, is_gradient)
+        for which, name in measured:
+            programs.add(which, SHAPES[name], is_gradient)
+    programs.add("auto", DECODE, False)
+    for which in ("hopper", "xla"):
+        table.add(f"error: {which}", functools.partial(programs.errors, which))
+    for is_gradient, kind in ((False, "forward"), (True, "backward")):
+        for which, name in measured:
+            rounds = 5 if which == "hopper" else 1
+            call = functools.partial(programs.timed, which, SHAPES[name], is_gradient, rounds)
+            table.add(f"{kind}: {which}, {name}", call)
+    table.add("decode step", programs.decode_step)
+
+
+if __name__ == "__main__":
+    main()
