@@ -48,7 +48,7 @@ from jaxinfra.hf import (
 )
 from jaxinfra.hf.mapping import Tensor
 from jaxinfra.model.definition import ModelDefinition
-from jaxinfra.runtime.files import read_json, require_type
+from jaxinfra.runtime.files import INFINITY, read_json, require_type
 
 FORMAT = "jaxinfra"
 
@@ -116,7 +116,7 @@ def _values(path: Path) -> Any:
     file = path / "config.json"
     if not file.is_file():
         return None
-    return read_json(file, holds=Any)
+    return read_json(file, holds=Any, constants=INFINITY)
 
 
 _PIECE_BYTES = 64 * 2**20  # of a tensor in memory at a time

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from jaxinfra.errors import ConfigError
-from jaxinfra.runtime.files import read_json, require_type
+from jaxinfra.runtime.files import INFINITY, read_json, require_type
 
 SETTINGS = "tokenizer_config.json"
 
@@ -152,7 +152,7 @@ def _config_ids(directory: Path | None, name: str) -> list[int]:
     for file in ("generation_config.json", "hf_config.json", "config.json"):
         if directory is None or not (directory / file).is_file():
             continue
-        values = read_json(directory / file)
+        values = read_json(directory / file, constants=INFINITY)
         values = values.get("hf") or values
         if values.get(name) is None and isinstance(text := values.get("text_config"), dict):
             values = text  # of a model of text and images

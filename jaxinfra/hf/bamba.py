@@ -13,6 +13,7 @@ from jaxinfra.hf.weights import ATTENDS, LLAMA, OUTSIDE, linear, norm
 
 def read_bamba(keys: Keys) -> ModelConfig:
     """Reads Bamba: Mamba 2 in all layers but those that are named."""
+    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
     bias = keys.flag("attention_bias", False)
     keys.ignore("num_logits_to_keep", "z_loss_coefficient")
     model = decoder_config(
@@ -23,6 +24,9 @@ def read_bamba(keys: Keys) -> ModelConfig:
         partial_rotary=True,
         default_fraction=0.5,
     )
+    attention, _ = dense_block(model)
+    rotated = attention.head_dim * (1.0 if attention.rope is None else attention.rope.fraction)
+    keys.expect("attn_rotary_emb", (rotated, None), "it is the part of a head that is rotated")
     width = keys.integer("mamba_expand", 2) * model.model_dim
     mixer = read_hybrid_mixer(keys, width=width)
     attends = keys.sequence("attn_layer_indices", None) or ()

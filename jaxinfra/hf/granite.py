@@ -46,8 +46,11 @@ def read_granitemoeshared(keys: Keys) -> ModelConfig:
 
 def read_granitemoehybrid(keys: Keys) -> ModelConfig:
     """Reads Granite 4: Mamba 2 and attention, each with experts and a shared one, or dense."""
+    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
     keys.ignore(*LOSSES)
     wide = keys.integer("shared_intermediate_size")
+    keys.ignore("init_method")
+    keys.expect("normalization_function", ("rmsnorm", None), "norms are RMSNorm here")
     keys.expect("position_embedding_type", (None, "nope", "rope"), "known are rope and nope")
     is_rotated = keys.text("position_embedding_type", None) == "rope"
     if not is_rotated:

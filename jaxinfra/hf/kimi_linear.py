@@ -47,6 +47,7 @@ def read_kimi_linear(keys: Keys) -> ModelConfig:
     keys = keys.named_as(**{ours: theirs for ours, theirs in _NAMES.items() if keys.has(theirs)})
     keys.expect("hidden_act", ("silu",), "convolutions and feed-forward layers have it")
     keys.expect("moe_router_activation_func", ("sigmoid",), "scores are sigmoid here")
+    keys.expect("topk_method", ("noaux_tc", None), "its router always has a bias")
     keys.expect("moe_layer_freq", (1,), "every layer after the dense ones routes")
     keys.expect("use_grouped_topk", (True, None), "groups are as num_expert_group says")
     keys.expect("mla_use_nope", (True, None), "latent attention is not rotated here")

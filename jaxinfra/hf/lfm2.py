@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.config.kinds import MlpKind
-from jaxinfra.config.model import ModelConfig, NormConfig
+from jaxinfra.config.model import GroupedAttentionConfig, ModelConfig, NormConfig
 from jaxinfra.config.recurrent import ShortConvolutionConfig
 from jaxinfra.config.routing import RoutingConfig, Scoring
 from jaxinfra.hf.keys import Keys
@@ -133,6 +133,14 @@ def _own(keys: dict[str, Any]) -> dict[str, Any]:
 def _as_attending(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     alike, mixer = as_attending(config, ShortConvolutionConfig)
     is_conv = [isinstance(block.mixer, ShortConvolutionConfig) for block in config.layers]
+    if all(is_conv):  # its heads are then only the convolutions'
+        heads = GroupedAttentionConfig(
+            num_q_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_heads,
+            head_dim=mixer.head_dim,
+            rope=None,
+        )
+        alike = with_mixers(alike, [heads] * config.num_layers)
     return alike, {
         "layer_types": [_CONV if each else FULL for each in is_conv],
         "conv_L_cache": mixer.conv_width,

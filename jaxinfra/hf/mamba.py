@@ -69,10 +69,9 @@ def read_step_limit(keys: Keys) -> tuple[float, float] | None:
     return None if least <= 0.0 and most == math.inf else (least, min(most, LARGEST_STEP))
 
 
-def step_limit_key(mixer: StateSpaceConfig) -> tuple[float, float]:
+def step_limit_keys(mixer: StateSpaceConfig) -> dict[str, Any]:
     """Writes the bounds of a token's step; inverse of ``read_step_limit``."""
-    least, most = mixer.step_limit or (0.0, math.inf)
-    return least, math.inf if most == LARGEST_STEP else most
+    return {} if mixer.step_limit is None else {"time_step_limit": mixer.step_limit}
 
 
 def write_mamba2(config: ModelConfig) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def write_mamba2(config: ModelConfig) -> dict[str, Any]:
         "use_bias": mixer.bias,
         "hidden_act": "silu",
         "layer_norm_epsilon": mixer.norm_epsilon,
-        "time_step_limit": step_limit_key(mixer),
+        **step_limit_keys(mixer),
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
     }
@@ -147,7 +146,7 @@ def hybrid_mixer_keys(mixer: StateSpaceConfig, width: int) -> dict[str, Any]:
         "mamba_d_conv": mixer.conv_width,
         "mamba_conv_bias": mixer.conv_bias,
         "mamba_proj_bias": mixer.bias,
-        "time_step_limit": step_limit_key(mixer),
+        **step_limit_keys(mixer),
     }
 
 

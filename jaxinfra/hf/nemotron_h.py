@@ -3,7 +3,6 @@
 A layer is a Mamba 2 mixer, attention without positions, a feed-forward layer or experts.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.recurrent import NoMixer, StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.mamba import LARGEST_STEP, read_step_limit, state_space, step_limit_key
+from jaxinfra.hf.mamba import LARGEST_STEP, read_step_limit, state_space
 from jaxinfra.hf.shared import ACTIVATION_NAMES, FULL, LINEAR, UNGATED, in_stacks
 from jaxinfra.hf.sparse import LOSSES, read_sigmoid_routing
 from jaxinfra.hf.weights import WeightTable, experts, linear, norm, rule, without
@@ -42,6 +41,7 @@ def read_nemotron_h(keys: Keys) -> ModelConfig:
     keys.ignore("mtp_layers_block_type", "mtp_hybrid_override_pattern")
     kinds = _kinds(keys)
     stream = NormConfig(epsilon=keys.number("layer_norm_epsilon", 1e-5))
+    keys.expect("norm_eps", (stream.epsilon, None), "layer_norm_epsilon says it")
     layers: dict[str, dict[str, Any]] = {
         LINEAR: {"mixer": _state_space(keys), "feed_forward": None},
         FULL: {"mixer": _attention(keys), "feed_forward": None},
@@ -149,8 +149,8 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
     mixer, routed = found.get(StateSpaceConfig), found.get(ExpertsConfig)
     if not isinstance(mixer, StateSpaceConfig) or any(b.num_layers > 1 for b in config.blocks):
         raise ConfigError("layers of one branch, some with a state space, are what this writes")
-    least, most = step_limit_key(mixer)
-    if most < math.inf:
+    least, most = mixer.step_limit or (0.0, LARGEST_STEP)
+    if most != LARGEST_STEP:
         raise ConfigError(f"step_limit={mixer.step_limit}: only a lower bound is what this writes")
     attention = found.get(GroupedAttentionConfig) or GroupedAttentionConfig(
         num_q_heads=1, num_kv_heads=1, head_dim=config.model_dim, rope=None

@@ -72,6 +72,7 @@ def read_qwen3_5_moe(keys: Keys) -> ModelConfig:
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
     keys.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", *LOSSES)
     keys.ignore("intermediate_size")  # no layer is dense
+    keys.expect("mlp_only_layers", ([], None), "every layer has experts here")
     routed = read_experts(
         keys,
         _attending(keys, hidden_dim=keys.integer("moe_intermediate_size")),
@@ -83,6 +84,8 @@ def read_qwen3_5_moe(keys: Keys) -> ModelConfig:
 
 def _attending(keys: Keys, **more: Any) -> ModelConfig:
     """Reads the model as if all of its layers attended, and had dense feed-forward layers."""
+    keys.expect("attn_output_gate", (True, None), "attention has a gate here")
+    keys.ignore("mamba_ssm_dtype")
     bias, norm = keys.flag("attention_bias", False), _norm(keys)
     rope = read_rope(
         keys,

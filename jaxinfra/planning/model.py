@@ -20,7 +20,7 @@ from jaxinfra.model import flops
 from jaxinfra.model.definition import ParameterInfo, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import TENSOR_DIMS
-from jaxinfra.runtime.files import read_json
+from jaxinfra.runtime.files import INFINITY, read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -213,7 +213,7 @@ def find_model(name: str) -> PlannedModel:
     file = config_file(name)
     if file is None:
         raise ConfigError(f"unknown model {name!r}{nearest(name, MODELS)}")
-    return plan_model(from_hf_config(read_json(file)), name=name)
+    return plan_model(from_hf_config(read_json(file, constants=INFINITY)), name=name)
 
 
 def config_file(name: str) -> Path | None:

@@ -8,6 +8,7 @@ import re
 import stat
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,16 +75,23 @@ def _kind(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
+INFINITY = {"Infinity": {"__float__": "Infinity"}}
+"""The constant that configs of models write beside JSON, and how their newer releases spell it."""
+
+
 def read_json(
     path: Path,
     *,
     holds: Any = dict[str, Any],
     error: type[JaxinfraError] = ConfigError,
     remedy: str = "write or copy it anew",
+    constants: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Any:
     """Reads a JSON file and checks its type, as ``parse_json`` does."""
     data = read_bytes(path, error=error)
-    return parse_json(data, where=str(path), holds=holds, error=error, remedy=remedy)
+    return parse_json(
+        data, where=str(path), holds=holds, error=error, remedy=remedy, constants=constants
+    )
 
 
 def parse_json(
@@ -93,12 +101,14 @@ def parse_json(
     holds: Any = dict[str, Any],
     error: type[JaxinfraError] = ConfigError,
     remedy: str = "write or copy it anew",
+    constants: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Any:
     """Parses a JSON text in UTF-8 and checks its type.
 
     Args:
         where: name of the text in error messages.
         holds: the required type: JSON's types, ``list[T]``, ``dict[str, T]``, unions or Any.
+        constants: values of NaN, Infinity or -Infinity; those without one are refused.
 
     Raises:
         error: the text is not JSON (RFC 8259: no NaN, no Infinity, no name twice in one object),
@@ -107,7 +117,13 @@ def parse_json(
     try:
         text = data.decode() if isinstance(data, bytes) else data
         _require_depth(text)
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
+        value = json.loads(
+            text,
+            parse_constant=lambda name: (
+                constants[name] if name in constants else _no_constant(name)
+            ),
+            object_pairs_hook=_object,
+        )
         if _SURROGATE.search(text):
             _require_characters(value)
     except (ValueError, RecursionError) as failure:

@@ -77,7 +77,8 @@ def test_rejected_drafts_leave_no_state(name, sampling):
     assert drawn(serving, sampling) == want
     assert serving.scheduler.num_preemptions > 0
     assert serving.scheduler.snapshots.num_used > 0
-    assert serving.counts.drafted_tokens > serving.counts.accepted_tokens > 0
+    if sampling is GREEDY:  # sampled texts may repeat nothing that could be proposed
+        assert serving.counts.drafted_tokens > serving.counts.accepted_tokens > 0
 
 
 def test_what_states_cannot_have_is_refused():

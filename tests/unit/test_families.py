@@ -76,6 +76,16 @@ def test_every_family_has_two_cases():
     assert all(here.count(each) >= 2 for each in here)
 
 
+def test_steps_without_a_bound_are_read_as_older_releases_write_them(tmp_path):
+    write_directory("mamba2", tmp_path)
+    config = tmp_path / "config.json"
+    want = read_model_directory(tmp_path).config
+    older = described("mamba2")["config"] | {"time_step_limit": [0.0, float("inf")]}
+    config.write_text(json.dumps(older))
+    assert "Infinity" in config.read_text()
+    assert read_model_directory(tmp_path).config == want
+
+
 def test_kimi_k2_is_deepseek_v3_by_another_name():
     values = json.loads((GOLDEN.parent / "hf" / "deepseek_v3" / "config.json").read_text())
     assert from_hf_config(values | {"model_type": "kimi_k2"}) == from_hf_config(values)
@@ -210,6 +220,9 @@ def test_older_keys_say_the_same(name):
         ("granite_hybrid", "position_embedding_type", "alibi", "known are rope and nope"),
         ("granite_hybrid", "mamba_d_head", 7, "have together"),
         ("bamba", "mamba_n_groups", 3, "not a multiple"),
+        ("bamba", "hidden_act", "gelu", "convolutions"),
+        ("falcon_h1", "ssm_multipliers", [1.0], "give 5"),
+        ("falcon_h1", "projectors_bias", True, "biases together"),
         ("nemotron_h", "layers_block_type", ["rnn"], "rnn is not supported"),
         ("nemotron_h", "hybrid_override_pattern", "M?", "no kind of layer"),
         ("nemotron_h", "mlp_bias", True, "only dense layers"),
