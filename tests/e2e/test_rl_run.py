@@ -41,6 +41,16 @@ def start(bench, monkeypatch) -> Path:
     return bench / "start"
 
 
+def experts(bench) -> Path:
+    """A mixture of experts, trained for some steps."""
+    words = [
+        "tiny_moe" if word == "tiny" else word
+        for word in bench.new("experts", training__steps=4, model__dropout_rate=0.0)
+    ]
+    assert bench.run(words).code == 0
+    return bench / "experts"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("lora", [(), ("--lora", "rank=2")], ids=["full", "lora"])
@@ -121,9 +131,9 @@ def test_a_run_killed_ten_times_ends_as_if_nothing_had_happened(bench, start):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lora", [None, jaxinfra.LoraConfig(rank=2)], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "experts"])
 def test_exact_numerics_leave_no_difference_between_engine_and_trainer(
-    bench, start, lora, monkeypatch
+    bench, start, kind, monkeypatch
 ):
     """In every step: with prompts in chunks, shared prefixes, and requests that are preempted."""
     monkeypatch.chdir(bench.place)
@@ -141,7 +151,10 @@ def test_exact_numerics_leave_no_difference_between_engine_and_trainer(
     rows = [{"prompt": f"a number: {n}=", "answer": str(n)} for n in range(20)]
     (bench / "long.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     learn = jaxinfra.RlConfig(prompts=str(bench / "long.jsonl"), reward="own_rewards:by_length")
-    config = jaxinfra.start_from(start, rl=learn, lora=lora)
+    lora = jaxinfra.LoraConfig(rank=2) if kind == "lora" else None
+    config = jaxinfra.start_from(
+        experts(bench) if kind == "experts" else start, rl=learn, lora=lora
+    )
     sizes = SIZES | {"training.sequence_length": 48, "training.steps": 8, "rl.max_running": 4}
     sizes["rl.max_new_tokens"] = 24
     sizes |= {"rl.steps_per_rollout": 1, "precision.numerics": "exact"}
