@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxinfra.numerics.exact import by_tiles, pinned
 from pallas_kernels.common import device
+from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.rows.choice import LONGEST_WHOLE
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -46,18 +48,30 @@ def kernel_rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Ar
     """Computes RMSNorm over the last dim in x's dtype by a Hopper kernel; None without one."""
     if not device.target().is_gpu:
         return None
-    y = pallas_kernels.rms_norm(x, scale, epsilon=epsilon, implementation="hopper")
+    y = pallas_kernels.rms_norm(whole_tiles(x), scale, epsilon=epsilon, implementation="hopper")
     assert isinstance(y, jax.Array), "no residual is given"
-    return y
+    return y[: math.prod(x.shape[:-1])].reshape(x.shape)
+
+
+def whole_tiles(x: jax.Array) -> jax.Array:
+    """Returns x as rows, of which short ones fill the kernels' tiles: these have several per warp,
+    and other tiles where their number does not divide.
+    """
+    width = x.shape[-1]
+    rows_MD = x.reshape(-1, width)
+    if width > LONGEST_WHOLE:
+        return rows_MD
+    multiple = WARPS * (LONGEST_WHOLE // width)
+    return jnp.pad(rows_MD, ((0, -rows_MD.shape[0] % multiple), (0, 0)))
 
 
 @jax.custom_vjp
 def ordered_logsumexp(x: jax.Array) -> jax.Array:
     """Computes log(sum(exp(x))) over the last dim, kept with size 1."""
     if device.target().is_gpu:
-        first = jax.lax.slice_in_dim(x, 0, 1, axis=-1)
-        logs = pallas_kernels.log_softmax(x, implementation="hopper")
-        return first - jax.lax.slice_in_dim(logs, 0, 1, axis=-1)
+        logs_MV = pallas_kernels.log_softmax(whole_tiles(x), implementation="hopper")
+        first_M1 = logs_MV[: math.prod(x.shape[:-1]), :1]
+        return x[..., :1] - first_M1.reshape(*x.shape[:-1], 1)
     largest = jnp.max(x, axis=-1, keepdims=True)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     return largest + jnp.log(ordered_sum(jnp.exp(x - largest)))

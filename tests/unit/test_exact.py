@@ -18,10 +18,15 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.execution import Recomputation
 from jaxinfra.ops.exact_attention import exact_attention
+from jaxinfra.ops.exact_rows import whole_tiles
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.serving.engine.engine import Engine
+from pallas_kernels.flash_attention.hopper.config import SHIPPED
+from pallas_kernels.norm.formulas import NormForm, forward
+from pallas_kernels.rows.choice import config_for
+from pallas_kernels.rows.formula import RowCall
 from tests.exact_scores import (
     PROMPTS,
     SMALL_CHUNKS,
@@ -165,3 +170,26 @@ def test_a_mesh_that_splits_sums_is_refused():
     placement = Placement(mesh=make_mesh(MeshConfig(tensor=2), devices=jax.devices()[:2]))
     with pytest.raises(UnsupportedError, match=r"mesh with tensor=2.*replica or fsdp"):
         execution_on(placement, policy=policy(PolicyName.FP32))
+
+
+@pytest.mark.parametrize("columns", [128, 256, 1024, 1280, 4096])
+def test_rows_of_any_number_are_normalized_in_tiles_of_one_kind(columns):
+    form = NormForm(
+        columns=columns, epsilon=1e-5, centered=False, biased=False, residual=False,
+        dtype=jnp.dtype("bfloat16"),
+    )  # fmt: skip
+    scale = jax.ShapeDtypeStruct((columns,), jnp.float32)
+
+    def tiles(rows):
+        x = jax.eval_shape(whole_tiles, jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16))
+        return config_for(x.shape[0], RowCall.of(forward(form), (x,), (scale,)))
+
+    assert len({tiles(rows) for rows in (1, 2, 3, 8, 63, 200, 8192)}) == 1
+
+
+def test_forward_passes_of_one_width_have_key_tiles_of_one_size():
+    sizes = {}
+    for (kernel, key), config in SHIPPED.items():
+        if kernel == "forward":
+            sizes.setdefault(key.split()[0], set()).add(config.block_kv)
+    assert all(len(each) == 1 for each in sizes.values()), sizes
