@@ -318,7 +318,8 @@ def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanatio
     if not step_ms:
         return None
     records = read_records(run.recorder)
-    hosts = host_delays(records, step_ms=step_ms, steps=len(steps))
+    samples = any("rl/waited_s" in line for line in lines)
+    hosts = host_delays(records, step_ms=step_ms, steps=len(steps), samples=samples)
     if hosts:  # which is why the device idles
         found = [each for each in found if each.cause != "host dispatch"]
     found += hosts

@@ -70,6 +70,14 @@ _COMPUTING = Delay(
     "arrays of tokens)",
 )
 
+_SAMPLING = Delay(
+    cause="sampling",
+    ms=0.0,
+    text="the step waits for its rollout's completions and rewards",
+    remedy="sample beside training (rl.overlap=true), more at once (rl.max_running), or shorter "
+    "completions (rl.max_new_tokens); rl/reward_s is what rewards take of it (rl.reward_workers)",
+)
+
 
 def phase_times(record: RankRecord) -> dict[str, dict[int, float]]:
     """Returns a rank's milliseconds in each host phase by step, from its ring buffer.
@@ -149,8 +157,14 @@ def _phases(record: RankRecord) -> list[Event]:
     return [event for event in record.events if event.name in _PHASES]
 
 
-def host_delays(records: Sequence[RankRecord], *, step_ms: float, steps: int) -> list[Delay]:
-    """Finds a rank that other ranks wait for, or a host phase that the devices wait for."""
+def host_delays(
+    records: Sequence[RankRecord], *, step_ms: float, steps: int, samples: bool = False
+) -> list[Delay]:
+    """Finds a rank that other ranks wait for, or a host phase that the devices wait for.
+
+    Args:
+        samples: the run's input is what its own model samples.
+    """
     if steps < _FEW_STEPS:
         return []
     phases = {record.rank: _without_ready_input(record) for record in records}
@@ -161,6 +175,8 @@ def host_delays(records: Sequence[RankRecord], *, step_ms: float, steps: int) ->
     found = _slow_rank(phases, devices, step_ms)
     if found is None:
         found = _slow_phase(phases, devices, step_ms, busy=_busy_readers(records))
+    if samples and found is not None and found.cause.startswith(_CAUSES["input"].cause):
+        found = dataclasses.replace(_SAMPLING, ms=found.ms)
     return [] if found is None else [found]
 
 

@@ -271,6 +271,14 @@ def test_readers_that_compute_are_told_from_those_that_wait(share, computes):
     assert ("compute for 90%" in found.text) == computes
 
 
+def test_a_step_that_waits_for_completions_is_not_told_to_read_ahead():
+    (found,) = host_delays([record(**LATE)], step_ms=65, steps=12, samples=True)
+    assert found.cause == "sampling"
+    assert found.ms == pytest.approx(60, rel=0.1)
+    (other,) = host_delays([record(place=40, wait=1)], step_ms=45, steps=12, samples=True)
+    assert other.cause == "placing batches"
+
+
 def evaluating(every: int, ms: float) -> RankRecord:
     """The first evaluation compiles; each is of two batches."""
     events, last = [], 0.0
