@@ -62,6 +62,7 @@ def exact_attention(
     The gradient is that of ``flash_attention_gradient``; only the result has a fixed order.
     """
     if device.target().is_gpu:
+        _check_on_gpu(config)
         if segment_ids_BT is not None:
             raise UnsupportedError(
                 "numerics=exact with packed documents on a GPU: its kernel counts blocks of keys "
@@ -93,6 +94,7 @@ def exact_cached_attention(
 ) -> jax.Array:
     """Computes attention of new queries to all cached keys, as ``cached_attention`` does."""
     if device.target().is_gpu:
+        _check_on_gpu(config)
         return paged_attention(
             q_BTNH,
             pages,
@@ -122,6 +124,29 @@ def exact_cached_attention(
     out_IQNH = jax.lax.map(block, jnp.arange(batch * num_blocks))
     out_BTNH = out_IQNH.reshape(batch, num_blocks * QUERIES, num_heads, -1)[:, :length]
     return jnp.where(positions_BT[:, :, None, None] >= 0, out_BTNH, jnp.zeros((), out_BTNH.dtype))
+
+
+PROVEN_WIDTH = 128
+"""Width of heads whose bits were compared on an H200."""
+
+
+def _check_on_gpu(config: GroupedAttentionConfig) -> None:
+    """Raises UnsupportedError for attention whose bits were not compared on a GPU."""
+    unproven = [
+        f"{name}={value}"
+        for name, value in (
+            ("window", config.window),
+            ("logit_soft_cap", config.logit_soft_cap),
+            ("sinks", config.sinks or None),
+            ("head_dim", None if config.head_dim == PROVEN_WIDTH else config.head_dim),
+        )
+        if value is not None
+    ]
+    if unproven:
+        raise UnsupportedError(
+            f"numerics=exact with {', '.join(unproven)} on a GPU: its kernels are proven for heads "
+            f"of {PROVEN_WIDTH} without windows, caps and sinks; set numerics=fast"
+        )
 
 
 def _scores(config: GroupedAttentionConfig) -> _Scores:

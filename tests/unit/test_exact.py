@@ -1,6 +1,7 @@
 """Exact numerics: an engine's log-probabilities are the trainer's, to the last bit."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.serving.engine.engine import Engine
+from pallas_kernels.common.device import H200, compiling_for
 from pallas_kernels.flash_attention.hopper.config import SHIPPED
 from pallas_kernels.norm.formulas import NormForm, forward
 from pallas_kernels.rows.choice import config_for
@@ -164,6 +166,14 @@ def test_a_cache_in_few_bits_and_fp8_are_refused():
         define_model(dense(), execution)
     with pytest.raises(ConfigError, match="numerics=exact with fp8"):
         PrecisionConfig(policy=PolicyName.BF16, numerics=Numerics.EXACT, fp8=Fp8Matmuls())
+
+
+def test_attention_that_was_not_compared_on_a_gpu_is_refused():
+    config = dense(attention=WINDOWED).blocks[0].mixer
+    q, k = (jax.ShapeDtypeStruct((1, 64, n, 8), jnp.bfloat16) for n in (4, 2))
+    attend = functools.partial(exact_attention, config=config, segment_ids_BT=None)
+    with compiling_for(H200), pytest.raises(UnsupportedError, match=r"window=5.*head_dim=8"):
+        jax.eval_shape(attend, q, k, k)
 
 
 def test_a_mesh_that_splits_sums_is_refused():
