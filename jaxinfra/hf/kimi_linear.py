@@ -18,7 +18,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.shared import FULL, LINEAR, in_stacks, routes, state_types
+from jaxinfra.hf.shared import FULL, LINEAR, in_runs, routes, state_types
 from jaxinfra.hf.sparse import read_sigmoid_routing
 from jaxinfra.hf.weights import (
     LATENT,
@@ -67,7 +67,7 @@ def read_kimi_linear(keys: Keys) -> ModelConfig:
         vocab_size=keys.integer("vocab_size"),
         model_dim=keys.integer("hidden_size"),
         max_positions=keys.integer("max_position_embeddings"),
-        stacks=in_stacks(blocks, num_layers=len(blocks)),
+        stacks=in_runs(blocks),
         tie_embeddings=keys.flag("tie_word_embeddings", False),
         final_norm=stream,
         init_std=keys.number("initializer_range", 0.02),

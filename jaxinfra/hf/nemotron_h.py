@@ -19,7 +19,7 @@ from jaxinfra.config.recurrent import NoMixer, StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mamba import LARGEST_STEP, read_step_limit, state_space
-from jaxinfra.hf.shared import ACTIVATION_NAMES, FULL, LINEAR, UNGATED, in_stacks
+from jaxinfra.hf.shared import ACTIVATION_NAMES, FULL, LINEAR, UNGATED, in_runs
 from jaxinfra.hf.sparse import LOSSES, read_sigmoid_routing
 from jaxinfra.hf.weights import WeightTable, experts, linear, norm, rule, without
 
@@ -52,7 +52,7 @@ def read_nemotron_h(keys: Keys) -> ModelConfig:
         vocab_size=keys.integer("vocab_size"),
         model_dim=keys.integer("hidden_size"),
         max_positions=keys.integer("max_position_embeddings"),
-        stacks=in_stacks(blocks, num_layers=len(blocks)),
+        stacks=in_runs(blocks),
         tie_embeddings=False,
         final_norm=stream,
         init_std=keys.number("initializer_range", 0.02),

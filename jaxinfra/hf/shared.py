@@ -167,13 +167,49 @@ def in_stacks(blocks: Sequence[BlockConfig], *, num_layers: int) -> tuple[Stack,
     return (Stack(pattern=tuple(blocks), repeats=1),)
 
 
+def in_runs(blocks: Sequence[BlockConfig]) -> tuple[Stack, ...]:
+    """Returns layers as stacks, each of the pattern that repeats over most of the layers left.
+
+    Models of many kinds of layers are traced and compiled by as few blocks as they have.
+    """
+    stacks: list[Stack] = []
+    loose: list[BlockConfig] = []  # layers of no pattern, since the last stack
+
+    def close() -> None:
+        if loose:
+            stacks.append(Stack(pattern=tuple(loose), repeats=1))
+            loose.clear()
+
+    first = 0
+    while first < len(blocks):
+        left = blocks[first:]
+        count = {length: _repeats(left, length) for length in range(1, len(left) // 2 + 1)}
+        length = max(count, key=lambda each: (count[each] > 1) * each * count[each], default=1)
+        if count.get(length, 1) > 1:
+            close()
+            stacks.append(Stack(pattern=tuple(left[:length]), repeats=count[length]))
+        else:
+            loose.append(left[0])
+        first += length * count[length] if count.get(length, 1) > 1 else 1
+    close()
+    return tuple(stacks)
+
+
+def _repeats(blocks: Sequence[BlockConfig], length: int) -> int:
+    """How often the first layers follow one another from the beginning."""
+    pattern, count = blocks[:length], 1
+    while blocks[count * length : (count + 1) * length] == pattern:
+        count += 1
+    return count
+
+
 def with_mixers(config: ModelConfig, mixers: Sequence[MixerConfig | None]) -> ModelConfig:
     """Returns the model with other mixers, one entry per layer; None keeps a layer's own."""
     blocks = [
         block if mixer is None else dataclasses.replace(block, mixer=mixer)
         for block, mixer in zip(config.layers, mixers, strict=True)
     ]
-    return dataclasses.replace(config, stacks=in_stacks(blocks, num_layers=len(blocks)))
+    return dataclasses.replace(config, stacks=in_runs(blocks))
 
 
 def as_attending[M](config: ModelConfig, kind: type[M]) -> tuple[ModelConfig, M]:

@@ -26,7 +26,7 @@ from jaxinfra.planning.model import PlannedModel, config_file
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.step import step_time
 from jaxinfra.quantize.recipes import quantization_recipe
-from jaxinfra.runtime.files import read_json
+from jaxinfra.runtime.files import INFINITY, read_json
 
 _LEAST_S = 0.001
 _ROOM = 1.5  # what trained mixtures need, whose loads are balanced by a loss or a bias
@@ -220,7 +220,9 @@ def _serve_commands(
     file = config_file(model.name)
     directory = "DIR" if file is None else shlex.quote(str(file.parent))
     lines = [f"DIR: a directory with the weights of {model.name}"] if file is None else []
-    is_quantized = file is not None and quantization_of(read_json(file)) is not None
+    is_quantized = (
+        file is not None and quantization_of(read_json(file, constants=INFINITY)) is not None
+    )
     if serving.weights != PLAIN and not is_quantized:
         source, directory = directory, f"{directory}-{serving.weights}"
         text = " --calibrate TEXT" if quantization_recipe(serving.weights).needs_text else ""

@@ -36,7 +36,7 @@ from jaxinfra.quantize.recipes import (
     config_of,
     quantization_recipe,
 )
-from jaxinfra.runtime.files import read_json
+from jaxinfra.runtime.files import INFINITY, read_json
 from jaxinfra.serving.engine.fit import JAX_FRACTION, MemoryNeeds
 from jaxinfra.serving.engine.options import options_on
 from jaxinfra.serving.engine.program_set import listed_programs, most_temporaries
@@ -98,7 +98,7 @@ def stored_format(name: str) -> tuple[str, int]:
         ConfigError: ``jaxinfra quantize`` does not write the format.
     """
     file = config_file(name)
-    stored = None if file is None else quantization_of(read_json(file))
+    stored = None if file is None else quantization_of(read_json(file, constants=INFINITY))
     if stored is None:
         return PLAIN, DEFAULT_GROUP
     for each, group in itertools.product(RECIPES, GROUPS):

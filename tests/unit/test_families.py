@@ -16,10 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory, write_hf, write_ours
+from jaxinfra.config.model import BlockConfig, MlpConfig
+from jaxinfra.config.recurrent import NoMixer
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import by_path, from_hf_config, to_hf_config, weight_map
 from jaxinfra.hf.config import FAMILIES
+from jaxinfra.hf.shared import in_runs
 from jaxinfra.model.definition import define_model, merged, only
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY
@@ -84,6 +87,21 @@ def test_steps_without_a_bound_are_read_as_older_releases_write_them(tmp_path):
     config.write_text(json.dumps(older))
     assert "Infinity" in config.read_text()
     assert read_model_directory(tmp_path).config == want
+
+
+def test_layers_of_many_kinds_are_few_stacks():
+    a, b, c = (
+        BlockConfig(mixer=NoMixer(), feed_forward=MlpConfig(hidden_dim=n)) for n in (1, 2, 3)
+    )
+    for layers, sizes in (
+        ([c, *[a, a, b, a] * 3, a, b], [(1, 1), (4, 3), (2, 1)]),
+        ([a, b, c], [(3, 1)]),
+        ([a] * 5 + [b, c], [(1, 5), (2, 1)]),
+        ([a], [(1, 1)]),
+    ):
+        stacks = in_runs(layers)
+        assert [(len(each.pattern), each.repeats) for each in stacks] == sizes
+        assert [block for each in stacks for block in each.pattern * each.repeats] == layers
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name():

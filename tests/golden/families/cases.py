@@ -696,6 +696,7 @@ CASES: dict[str, dict[str, Any]] = {
         linear_value_head_dim=10,
         linear_conv_kernel_dim=2,
         attention_bias=True,
+        rms_norm_eps=1e-4,
         tie_word_embeddings=True,
         rope_parameters=_rope(500.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
     ),
