@@ -196,7 +196,7 @@ def in_runs(blocks: Sequence[BlockConfig]) -> tuple[Stack, ...]:
 
 
 def _repeats(blocks: Sequence[BlockConfig], length: int) -> int:
-    """How often the first layers follow one another from the beginning."""
+    """Number of times that the first layers follow one another from the beginning."""
     pattern, count = blocks[:length], 1
     while blocks[count * length : (count + 1) * length] == pattern:
         count += 1
