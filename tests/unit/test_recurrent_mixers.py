@@ -179,10 +179,11 @@ def test_bytes_of_states_are_counted():
     assert recurrent_bytes(small_models.dense()) == 0
 
 
-def test_a_context_axis_is_refused():
-    run = jaxinfra.customize(jaxinfra.preset("tiny"), mixer=MIXERS["gated_delta"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_context_axis_is_refused(name):
+    run = jaxinfra.customize(jaxinfra.preset("tiny"), mixer=MIXERS[name])
     run = jaxinfra.override(run, ["mesh.context=2"])
-    with pytest.raises(ConfigError, match="context=2 with GatedDeltaConfig"):
+    with pytest.raises(ConfigError, match=f"context=2 with {type(MIXERS[name]).__name__}"):
         validate(run)
 
 
