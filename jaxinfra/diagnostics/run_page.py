@@ -118,7 +118,7 @@ def draw_balance(records: Sequence[Mapping[str, Any]]) -> Figure | None:
 def draw_curves(views: Sequence[RunView]) -> Figure:
     """Plots runs' training losses, or rewards, raw and smoothed, with held-out losses as points."""
     curves = [learning_curve(view.records) for view in views]
-    labels = " and ".join(dict.fromkeys(label for _, label in curves))
+    labels = "; ".join(dict.fromkeys(label for _, label in curves))
     points = " (points: held-out)" if any(view.heldout for view in views) else ""
     figure, axes = _new_plot(3.6, "step", labels + points)
     for number, view in enumerate(views):

@@ -127,7 +127,7 @@ def test_a_curve_of_pairs_says_what_its_loss_is_of(runs):
     assert labels == [
         "loss, nats per token (points: held-out)",
         "loss, per pair (points: held-out)",
-        "loss, nats per token and per pair (points: held-out)",
+        "loss, nats per token; loss, per pair (points: held-out)",
     ]
 
 
