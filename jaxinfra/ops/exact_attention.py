@@ -30,9 +30,7 @@ from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
 QUERIES, KEYS = 16, 32  # of a block
-_NOTHING = (
-    -1e30
-)  # largest score of a query that has seen no key; finite, so that no NaN comes of it
+_NOTHING = -1e30  # largest score of a query that has seen no key; finite: no NaN comes of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -193,7 +193,7 @@ def pair() -> Mesh:
 
 
 def specs(axis: str) -> tuple[Any, ...]:
-    """What ``shard_map`` gives each device of ``decode_layers``'s arguments."""
+    """Returns the partition specs of ``decode_layers``'s arguments over devices."""
     whole, columns, rows = P(), P(None, None, axis), P(None, axis, None)
     layers = LayerWeights(
         attention_norm=whole, qkv=columns, out=rows, mlp_norm=whole, gate_up=columns, down=rows

@@ -276,7 +276,7 @@ def test_the_loss_has_the_bias_of_logits(tmp_path):
 
 
 def fused_experts(tensors):
-    """As the makers of Qwen3.5 store experts: all of a layer in one tensor."""
+    """Joins the experts of a layer into one tensor, as Qwen3.5's own files store them."""
     fused = {name: x for name, x in tensors.items() if ".experts." not in name}
     for layer in range(3):
         prefix = f"model.layers.{layer}.mlp.experts."
@@ -290,7 +290,7 @@ def fused_experts(tensors):
 
 
 def with_dense_beside_experts(tensors):
-    """As ``save_pretrained`` writes Kimi Linear."""
+    """Renames tensors to those that transformers' ``save_pretrained`` writes for Kimi Linear."""
     return {
         re.sub(r"\.mlp\.(\w+_proj)", r".block_sparse_moe.\1", name): x
         for name, x in tensors.items()

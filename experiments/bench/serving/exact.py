@@ -6,14 +6,10 @@ and exact, of layers of Llama 3 8B's shapes. It prints JSON lines.
 """
 
 import argparse
-import contextlib
-import fcntl
 import functools
 import json
-import pathlib
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,21 +67,12 @@ def milliseconds(call: Callable[..., Any], *operands: Any, rounds: int = 20) -> 
     """Returns the least of three means of the time of a call."""
     jax.block_until_ready(call(*operands))
     best = []
-    with _alone():
-        for _ in range(3):
-            start = time.perf_counter()
-            results = [call(*operands) for _ in range(rounds)]
-            jax.block_until_ready(results[-1])
-            best.append((time.perf_counter() - start) / rounds * 1e3)
+    for _ in range(3):
+        start = time.perf_counter()
+        results = [call(*operands) for _ in range(rounds)]
+        jax.block_until_ready(results[-1])
+        best.append((time.perf_counter() - start) / rounds * 1e3)
     return round(min(best), 5)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Waits until no other process of this benchmark times anything."""
-    with open(pathlib.Path(tempfile.gettempdir()) / "exact-timing", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def products() -> None:
