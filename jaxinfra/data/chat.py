@@ -45,7 +45,11 @@ class ChatRow:
     def counted(self) -> list[int]:
         """Returns the indices of the messages that the loss counts."""
         said = [n for n, message in enumerate(self.messages) if message["role"] == ASSISTANT]
-        return [n for n in said[self.num_context :] if self.messages[n].get("weight", 1) != 0]
+        return [n for n in said[self.num_context :] if _counts(self.messages[n])]
+
+
+def _counts(message: Message) -> bool:
+    return all(message.get(key) is None or message[key] for key in _COUNTED_KEYS)
 
 
 @final
@@ -203,6 +207,8 @@ class ChatEncoder:
         return token if token in self._ends else None
 
 
+# Of OpenAI, and of Axolotl's two spellings: whether the loss counts a turn of the model.
+_COUNTED_KEYS = ("weight", "train", "training")
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, ASSISTANT: ASSISTANT}
 _SHAREGPT_ROLES |= {"chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT, "system": "system"}
 _SHAREGPT_ROLES |= {"observation": "tool"}
@@ -262,7 +268,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if isinstance(turn.get("role"), str):
         return turn
     speaker, value = turn.get("from"), turn.get("value")
-    told = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
+    told = {key: turn[key] for key in _COUNTED_KEYS if turn.get(key) is not None}
     if speaker == "function_call":
         place, holds = f"{where}: function_call", dict[str, Any] | list[dict[str, Any]]
         calls = parse_json(str(value), where=place, holds=holds, error=DataError)
@@ -343,13 +349,15 @@ def check_messages(messages: Sequence[Any], *, where: str) -> None:
     for number, message in enumerate(messages, start=1):
         place = f"{where}: message {number}"
         check_message(message, where=place)
-        role, weight = message["role"], message.get("weight")
+        role = message["role"]
         if message.get("content") is None and not message.get("tool_calls"):
             raise DataError(f"{place} ({role}) has content NoneType; it must be text")
-        if weight is not None and weight not in ((0, 1) if role == ASSISTANT else (0,)):
-            raise DataError(
-                f"{place} ({role}) has weight={weight!r}; a turn of the model counts (1) or does "
-                "not (0), and others never do"
-            )
+        for key in _COUNTED_KEYS:
+            value = message.get(key)
+            if value is not None and value not in ((0, 1) if role == ASSISTANT else (0,)):
+                raise DataError(
+                    f"{place} ({role}) has {key}={value!r}; a turn of the model counts (1 or true) "
+                    "or does not (0 or false), and others never do"
+                )
     if all(message["role"] != ASSISTANT for message in messages):
         raise DataError(f"{where}: no message of role {ASSISTANT!r}, so nothing to learn from")

@@ -201,13 +201,16 @@ def test_settings_that_do_not_go_together(tmp_path):
         open_corpus(other, vocab_size=300, cache_dir=tmp_path / "cache")
 
 
-def test_turns_of_weight_0_do_not_count(tokenizer):
+@pytest.mark.parametrize("key", ["weight", "train", "training"])
+def test_turns_of_weight_0_do_not_count(tokenizer, key):
     encoder = ChatEncoder(ChatTemplate(CHATML, variables={}), tokenizer)
     talk = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "one", "weight": 0},
+        {"role": "assistant", "content": "one", key: 0 if key == "weight" else False},
         {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "two", "weight": 1},
+        {"role": "assistant", "content": "two", key: 1},
     ]
     ((found,),) = encoder.encode_batch([line(talk)])
     assert found.text == "two<|im_end|>\n"
+    with pytest.raises(DataError, match=f"message 1 .user. has {key}=True"):
+        encoder.encode_batch([line([{**talk[0], key: True}, *talk[1:]])])
