@@ -128,7 +128,8 @@ class Kernels:
     # ``attend`` computes latent attention too.
     attend_latents: Callable[..., jax.Array] | None
     decode: Callable[..., jax.Array]  # ``ops.cached_attention.cached_attention``
-    decode_layers: Callable[..., DecodedLayers | None]  # ``ops.decode_layers.decode_layers``
+    # ``ops.decode_layers.decode_layers``; None: layers are always computed one by one.
+    decode_layers: Callable[..., DecodedLayers | None] | None
     recur: Callable[..., tuple[jax.Array, jax.Array]]  # ``ops.linear_attention.linear_attention``
     lookup: Callable[..., jax.Array]  # ``take_rows``
     cross_entropy: Callable[..., CrossEntropySums]  # ``parallel.loss.TokenLoss``

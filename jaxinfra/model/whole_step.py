@@ -62,7 +62,8 @@ def whole_step(
 ) -> LayerOutput | None:
     """Computes all layers of a one-token step in one launch; None if the kernel cannot."""
     is_served = execution.decode_form is not None and execution.decode_form.packed
-    if not is_served or execution.statistics or cache is None:
+    in_one_launch = execution.kernels.decode_layers
+    if in_one_launch is None or not is_served or execution.statistics or cache is None:
         return None
     if not can_be_whole(config):
         return None
@@ -75,7 +76,7 @@ def whole_step(
     attention = block.attention
     assert isinstance(attention, GroupedAttention), "can_be_whole"
     seen = in_layer(before, before.arrays, np.zeros((), np.int32))
-    done = execution.kernels.decode_layers(
+    done = in_one_launch(
         x_BTD,
         weights,
         seen.pages(),

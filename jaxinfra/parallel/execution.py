@@ -129,7 +129,8 @@ def kernels_on(
             attend=attend,
             attend_latents=None,
             decode=decode,
-            decode_layers=decode_layers,
+            # That kernel sums in an order of its own.
+            decode_layers=None if is_exact else decode_layers,
             recur=linear_attention,
             lookup=take_rows,
             cross_entropy=TokenLoss(placement=placement),
@@ -145,7 +146,7 @@ def kernels_on(
         attend=attend,
         attend_latents=latents,
         decode=ShardedDecode(placement=placement, decode=decode),
-        decode_layers=ShardedDecodeLayers(placement=placement),
+        decode_layers=None if is_exact else ShardedDecodeLayers(placement=placement),
         recur=ShardedRecurrence(placement=placement),
         lookup=ShardedLookup(placement=placement),
         cross_entropy=TokenLoss(placement=placement),

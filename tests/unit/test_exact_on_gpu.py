@@ -1,0 +1,106 @@
+"""Exact numerics on a GPU, by what its programs launch: traced for one that need not be there."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jaxinfra.config.model import stacked
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.model.cache import PagedCache
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.execution import DecodeForm
+from jaxinfra.model.serving_form import serving_form, serving_parameters
+from jaxinfra.numerics.policy import stored_as_computed
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.training.preferences import target_values
+from pallas_kernels.common.device import H200, compiling_for
+from tests.exact_scores import policy
+from tests.small_models import dense
+
+KERNELS = {
+    "attention_forward",
+    "grouped_matmul",
+    "log_softmax",
+    "paged_attention_chunk",
+    "paged_attention_token",
+    "rms_norm",
+    "skinny_matmul",
+}
+"""Kernels whose order of sums depends on a token's own row alone."""
+
+INT32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+
+
+def kernels_and_sums(jaxpr):
+    """Names of the launched kernels; sums of floats that are left to the compiler."""
+    kernels, sums = set(), set()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "mpmd_map":
+            kernels.add(eqn.params["name"])
+            continue
+        is_float = any(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.outvars)
+        if is_float and name in {"dot_general", "reduce_sum", "cumsum", "reduce_window_sum"}:
+            sums.add(name)
+        for inner in jaxprs_in_params(eqn.params):
+            found = kernels_and_sums(inner)
+            kernels, sums = kernels | found[0], sums | found[1]
+    return kernels, sums
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = dense(
+        model_dim=128, heads=(4, 2), head_dim=128, hidden_dim=128, vocab_size=128,
+        tie_embeddings=False,
+    )  # fmt: skip
+    config = dataclasses.replace(config, stacks=stacked(config.blocks[0], num_layers=1))
+    numbers = stored_as_computed(policy(PolicyName.BF16))
+    with compiling_for(H200):
+        definition = define_model(config, execution_on(policy=numbers))
+        execution = execution_on(policy=numbers, decode_form=DecodeForm(packed=True))
+        return definition, serving_form(definition, execution)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "is_fresh"),
+    [
+        (1, 1, False),
+        pytest.param(3, 1, False, marks=pytest.mark.slow),
+        pytest.param(1, 64, False, marks=pytest.mark.slow),
+        pytest.param(3, 64, True, marks=pytest.mark.slow),
+    ],
+)
+def test_all_sums_of_an_engine_step_are_in_kernels_of_one_order(model, rows, length, is_fresh):
+    definition, form = model
+
+    def step(tree, pools, tables, ids):
+        decoder = form.bind(tree)
+        cache = PagedCache(arrays=pools, tables_BM=tables, is_empty=is_fresh)
+        return decoder.logits(decoder.run(ids, positions=ids, cache=(cache,)).x)
+
+    pools = {name: jax.ShapeDtypeStruct((1, 9, 64, 2, 128), jnp.bfloat16) for name in "kv"}
+    tree = jax.eval_shape(functools.partial(serving_parameters, form), definition.arrays)
+    with compiling_for(H200):
+        traced = jax.make_jaxpr(step)(tree, pools, INT32((rows, 1)), INT32((rows, length)))
+    kernels, sums = kernels_and_sums(traced.jaxpr)
+    assert not kernels - KERNELS
+    assert not sums
+
+
+@pytest.mark.slow
+def test_all_sums_of_a_training_pass_are_in_kernels_of_one_order(model):
+    definition, _ = model
+
+    def scores(tree, ids, targets):
+        return target_values(definition, tree, definition.bind(tree).hidden(ids), targets)
+
+    with compiling_for(H200):
+        traced = jax.make_jaxpr(scores)(definition.arrays, INT32((5, 64)), INT32((5, 64)))
+    kernels, sums = kernels_and_sums(traced.jaxpr)
+    assert not kernels - KERNELS
+    assert not sums
