@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.diagnostics.memory.serving import ServingCase, fitted_case
@@ -24,6 +25,7 @@ from jaxinfra.serving.engine.fit import (
     require_pages,
 )
 from jaxinfra.serving.engine.options import EngineOptions, options_on
+from jaxinfra.serving.http import start
 from tests.engine_models import CONFIG, OPTIONS, model
 
 NEEDS = MemoryNeeds(weight_bytes=1000, temporary_bytes=200, state_bytes=50, page_bytes=10)
@@ -66,6 +68,20 @@ def test_what_others_use_is_left_to_them(monkeypatch):
 
     assert budget(0) == budget(3 << 30, held=3 << 30) == 5 << 30  # the engine's own do not count
     assert budget(1 << 30) == 4 << 30
+
+
+def test_memory_that_is_not_there_is_refused_before_weights_are_read(monkeypatch):
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), nnx.state(model())
+    )
+    absent = nnx.merge(nnx.graphdef(model()), shapes)
+    engine = Engine(absent, num_ids=257, options=OPTIONS, limit_bytes=1 << 40)
+    engine.runner.require_memory()
+    needs = dataclasses.replace(engine.runner.memory_needs(), weight_bytes=1 << 50)
+    monkeypatch.setattr(engine.runner, "memory_needs", lambda: needs)
+    said: Any = {"read": lambda: 1 / 0, "cluster": None, "say": print}
+    with pytest.raises(DeviceMemoryError, match=r"has not free.*1048576.00 GiB.*end the other"):
+        start._ready(engine, None, **said)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,12 @@ import pytest
 
 from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.engine.fit import temporary_bytes
+from jaxinfra.serving.engine.fit import device_bytes, temporary_bytes
 from jaxinfra.serving.engine.plan import SchedulerLimits
 from jaxinfra.serving.engine.program_set import (
+    COPY,
+    EMPTY,
+    MASK,
     Prepared,
     ProgramKey,
     ProgramSet,
@@ -196,6 +200,32 @@ def test_the_engine_estimates_more_scratch_memory_than_its_programs_need():
     runner = Engine(model(), num_ids=257, options=OPTIONS).runner
     key = max((k for k in runner.keys if k.name == "step"), key=lambda k: k.rows * k.length)
     assert temporary_bytes(runner.lowered(key).compile()) <= runner.scratch.bytes
+
+
+def pools_given_up(runner: ModelRunner, keys: Sequence[ProgramKey]) -> None:
+    """Each of these programs returns its pools in the memory in which they came."""
+    pools = device_bytes(jax.tree.leaves(runner._state.pools))
+    for key in keys:
+        memory = runner.programs.get(key).memory_analysis()
+        assert memory.alias_size_in_bytes >= pools, key
+        assert memory.temp_size_in_bytes < pools, key
+
+
+def test_kept_programs_return_pools_in_place(tmp_path):
+    many = dataclasses.replace(OPTIONS, num_pages=20_001)
+    for is_second in (False, True):
+        engine = Engine(model(), num_ids=257, options=many, store=ProgramStore(tmp_path))
+        pools_given_up(engine.runner, [COPY, MASK])
+        assert (engine.runner.programs.num_compiled == 0) is is_second
+
+
+@pytest.mark.slow
+def test_all_programs_return_pools_in_place(tmp_path):
+    many = dataclasses.replace(OPTIONS, num_pages=20_001)
+    for _ in range(2):
+        runner = Engine(model(), num_ids=257, options=many, store=ProgramStore(tmp_path)).runner
+        runner.warm_up()
+        pools_given_up(runner, [key for key in runner.keys if key != EMPTY])
 
 
 def test_a_failed_compilation_ends_the_others(monkeypatch):

@@ -75,6 +75,10 @@ def measure(directory: pathlib.Path, cache: pathlib.Path, kind: str, options: li
         answered = time.monotonic() - begun - healthy
         made = _found(log, _MADE, process, begun, is_needed=False)
         whole = time.monotonic() - begun if made else None
+    except OSError as error:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        raise SystemExit(f"a request failed ({error}); the server:\n{log.read_text()}") from error
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)

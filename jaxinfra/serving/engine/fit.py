@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfra.config.model import (
     AttentionBesideStateConfig,
@@ -17,7 +18,7 @@ from jaxinfra.config.model import (
     ModelConfig,
 )
 from jaxinfra.config.recurrent import MatrixStateConfig, ShortConvolutionConfig
-from jaxinfra.errors import DeviceMemoryError
+from jaxinfra.errors import DeviceMemoryError, is_out_of_memory
 from jaxinfra.serving.engine.plan import SchedulerLimits
 
 JAX_FRACTION = 0.95
@@ -94,6 +95,32 @@ def require_pages(limits: SchedulerLimits, needs: MemoryNeeds, *, budget_bytes: 
         )
 
 
+def require_free(device: jax.Device, needs: MemoryNeeds, *, num_pages: int) -> None:
+    """Takes what a server needs of a device in one piece, and gives it back for its arrays.
+
+    JAX keeps the piece, so weights that come first do not divide what pages need.
+
+    Raises:
+        DeviceMemoryError: the device has less, although JAX may allocate it.
+    """
+    pages = num_pages * needs.page_bytes
+    rows = -(-(needs.fixed_bytes + pages) // _PIECE_ROW)
+    place = jax.sharding.SingleDeviceSharding(device)
+    piece = jax.jit(lambda: jnp.zeros((rows, _PIECE_ROW), jnp.uint8), out_shardings=place)
+    try:
+        jax.block_until_ready(piece()).delete()
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        gib = 1 / 2**30
+        raise DeviceMemoryError(
+            f"{device} has not free what JAX may allocate: weights {needs.weight_bytes * gib:.2f} "
+            f"GiB, temporaries of programs {(needs.temporary_bytes + needs.state_bytes) * gib:.2f} "
+            f"GiB and {num_pages} pages {pages * gib:.2f} GiB; end the other processes that use "
+            "it, or give a lower --memory-fraction"
+        ) from error
+
+
 def let_jax_allocate() -> None:
     """Lets JAX allocate ``JAX_FRACTION`` of a GPU, unless its environment variable says otherwise;
     to be called before a device is used.
@@ -125,6 +152,7 @@ def budget_bytes(
     return limit_bytes * fraction - others
 
 
+_PIECE_ROW = 1 << 20
 _SCORED_COPIES = 4.5  # of fp32 logits of all tokens, with softmax and sort, as XLA compiles them
 _SAMPLED_COPIES = 6  # of fp32 logits of the tokens that are sampled from
 _EXPERT_TILE = 128  # rows to which the tokens of an expert are padded

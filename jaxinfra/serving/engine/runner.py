@@ -22,6 +22,7 @@ from jaxinfra.serving.engine.fit import (
     budget_bytes,
     device_bytes,
     fitted_limits,
+    require_free,
     require_pages,
 )
 from jaxinfra.serving.engine.inputs import RowWriter
@@ -229,8 +230,21 @@ class ModelRunner:
         used = needs.fixed_bytes + self._limits.num_pages * needs.page_bytes
         self.scratch.spare_bytes = max(0, limit_bytes - used)
 
+    def require_memory(self) -> None:
+        """Checks that the device has free what weights, programs and pages take, if it is limited.
+
+        Raises:
+            DeviceMemoryError: it has not, as when another process uses it.
+        """
+        if self.scratch.spare_bytes is not None:
+            require_free(self.device, self.memory_needs(), num_pages=self._limits.num_pages)
+
     def attach(self, model: Decoder, draft: Decoder | None = None) -> None:
-        """Takes weights of the shapes that the runner was made from, and allocates the pools."""
+        """Takes weights of the shapes that the runner was made from, and allocates the pools.
+
+        Raises:
+            JaxRuntimeError: the device has no memory for the pools, which are there on return.
+        """
         weights = _weights(model, draft)
         found, expected = jax.tree.leaves(_shapes(weights)), jax.tree.leaves(self._shapes)
         assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
@@ -238,7 +252,7 @@ class ModelRunner:
         self._weights = jax.tree.unflatten(
             jax.tree.structure(self._shapes), jax.tree.leaves(weights)
         )
-        self._state = self.programs.get(EMPTY)()
+        self._state = jax.block_until_ready(self.programs.get(EMPTY)())
         if self._limits.num_host_pages:
             shapes = programs.moved_shapes(self._state)
             self._host = HostMemory(shapes, num_slots=self._limits.num_host_pages)

@@ -171,6 +171,8 @@ def _ready(
         followers = Followers(cluster, lost=running.fail)
         runner.mirror(followers.send)
         return followers
+    if read is not None:
+        runner.require_memory()
     runner.begin_warm_up()
     if read is not None:
         engine.attach(*read())
