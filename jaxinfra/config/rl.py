@@ -5,6 +5,7 @@ import enum
 import math
 import re
 
+from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.record import record
 from jaxinfra.errors import ConfigError, nearest
 
@@ -14,7 +15,7 @@ class Algorithm(enum.StrEnum):
 
     Examples:
         >>> [str(each) for each in jaxinfra.Algorithm]
-        ['grpo', 'dr_grpo', 'dapo', 'gspo', 'rloo', 'reinforce++', 'ppo']
+        ['grpo', 'dr_grpo', 'dapo', 'gspo', 'rloo', 'reinforce++', 'ppo', 'distill']
     """
 
     GRPO = "grpo"  # Shao et al. 2024 (DeepSeekMath), section 4.1
@@ -24,6 +25,9 @@ class Algorithm(enum.StrEnum):
     RLOO = "rloo"  # Ahmadian et al. 2024, equation 8
     REINFORCE_PLUS_PLUS = "reinforce++"  # Hu 2025; global normalization of rewards
     PPO = "ppo"  # Schulman et al. 2017, with a linear value head
+    # On-policy distillation, the reverse KL divergence to a teacher at each sampled token (Gu et al.
+    # 2024, the one-step part; Lu and Thinking Machines Lab 2025).
+    DISTILL = "distill"
 
 
 class Baseline(enum.StrEnum):
@@ -34,6 +38,7 @@ class Baseline(enum.StrEnum):
     LEAVE_ONE_OUT = "leave_one_out"  # r - mean of the group's others
     BATCH_STANDARD = "batch_standard"  # (r - mean of all) / standard deviation of all
     VALUE = "value"  # generalized advantage estimates of each token, standardized over all
+    TEACHER = "teacher"  # log(teacher / policy) of each token
 
 
 class Ratio(enum.StrEnum):
@@ -58,6 +63,13 @@ class Overlong(enum.StrEnum):
     KEEP = "keep"  # their reward counts as it is
     MASK = "mask"  # their tokens do not count in the loss; their reward counts in the group
     PENALTY = "penalty"  # DAPO, equation 13: -1 at the limit, linear over the last overlong_tokens
+
+
+class EngineDevices(enum.StrEnum):
+    """Devices that completions are sampled on."""
+
+    SHARED = "shared"  # those of training: both take turns
+    OWN = "own"  # those that follow the mesh of training
 
 
 class ZeroVariance(enum.StrEnum):
@@ -99,6 +111,9 @@ _RECIPES = {
     ),
     Algorithm.PPO: _Recipe(
         baseline=Baseline.VALUE, ratio=Ratio.TOKEN, mean=Mean.TOKEN, clip=(0.2, 0.2)
+    ),
+    Algorithm.DISTILL: _Recipe(
+        baseline=Baseline.TEACHER, ratio=Ratio.TOKEN, mean=Mean.TOKEN, clip=(0.2, 0.2)
     ),
 }
 
@@ -166,11 +181,12 @@ class RlConfig:
     """
 
     prompts: str  # file, directory or glob of rows with "prompt": a text, or a list of messages
-    # exact_match, pattern, math_equal, unit_tests, judge, or your own function by name
-    # (jaxinfra.part).
+    # exact_match, pattern, math_equal, unit_tests, judge, zero (for distill), or your own function
+    # by name (jaxinfra.part).
     reward: str
     judge: JudgeConfig | None = None  # settings of reward=judge
     algorithm: Algorithm = Algorithm.GRPO  # advantages, ratio, clip range and mean of the loss
+    teacher: str | None = None  # model's or run's directory that algorithm=distill learns from
     group_size: int = 8  # completions per prompt
     max_new_tokens: int = 256  # most tokens per completion
     # Most completions per prompt. Over 1, the reward gets all turns so far, and may return a reply
@@ -201,7 +217,12 @@ class RlConfig:
     heldout_every: int = 100  # rollouts between measurements
     heldout_samples: int = 1  # completions of each of these prompts
     max_running: int | None = None  # most completions sampled at once; None: the engine's default
-    memory_fraction: float = 0.5  # share of the device's free memory for the engine's pages
+    # Share of a device's memory that training's state and the engine may fill while completions are
+    # sampled; while training takes steps, the engine holds nothing. None: 0.9, 0.5 with overlap.
+    memory_fraction: float | None = None
+    engine_mesh: str | None = None  # mesh of the engine, such as "tensor=4"; None: as of training
+    # Whether the engine has devices of its own: with overlap, these sample while others train.
+    engine_devices: EngineDevices = EngineDevices.SHARED
 
     def __post_init__(self) -> None:
         if self.algorithm not in _RECIPES:
@@ -220,8 +241,9 @@ class RlConfig:
                 raise ConfigError(f"rl.{name}={getattr(self, name)} must be positive and finite")
         if not 0.0 <= self.kl < math.inf:
             raise ConfigError(f"rl.kl={self.kl} must be 0 or more, and finite")
-        if not 0.0 < self.memory_fraction <= 1.0:
+        if not 0.0 < self.memory_share <= 1.0:
             raise ConfigError(f"rl.memory_fraction={self.memory_fraction} must be in (0, 1]")
+        parse_mesh(self.engine_mesh or "")
         for name in ("clip_low", "clip_high"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
@@ -244,17 +266,18 @@ class RlConfig:
         self._check_group()
 
     def _check_group(self) -> None:
-        alone = (Baseline.BATCH_STANDARD, Baseline.VALUE)
+        alone = (Baseline.BATCH_STANDARD, Baseline.VALUE, Baseline.TEACHER)
         if self.advantage is None and self.baseline not in alone and self.group_size < 2:
             raise ConfigError(
                 f"rl.group_size={self.group_size} with algorithm={self.algorithm}: it compares "
                 "completions of one prompt; take at least 2, reinforce++ or ppo"
             )
-        if self.baseline is Baseline.VALUE and self.advantage is not None:
+        if self.baseline in (Baseline.VALUE, Baseline.TEACHER) and self.advantage is not None:
             raise ConfigError(
-                f"rl.advantage={self.advantage!r} with algorithm=ppo, whose value head estimates "
-                "advantages; take another algorithm, or leave it out"
+                f"rl.advantage={self.advantage!r} with algorithm={self.algorithm}, whose value head "
+                "or teacher gives advantages; take another algorithm, or leave it out"
             )
+        self._check_teacher()
         given = self.gae_lambda
         if given is not None and not (self.algorithm == Algorithm.PPO and 0.0 <= given <= 1.0):
             raise ConfigError(
@@ -274,10 +297,38 @@ class RlConfig:
                 "take overlong=mask, or give less in the reward"
             )
 
+    def _check_teacher(self) -> None:
+        is_distilled = self.baseline is Baseline.TEACHER
+        if is_distilled != (self.teacher is not None):
+            raise ConfigError(
+                f"rl.teacher={self.teacher!r} with algorithm={self.algorithm}: a teacher and "
+                "algorithm=distill go together"
+            )
+        if is_distilled and self.zero_variance is ZeroVariance.DROP:
+            raise ConfigError(
+                "rl.zero_variance=drop with algorithm=distill, which learns from every completion "
+                "whatever its reward; leave it out"
+            )
+
     @property
     def baseline(self) -> Baseline:
         """The algorithm's rule for advantages."""
         return _RECIPES[self.algorithm].baseline
+
+    @property
+    def memory_share(self) -> float:
+        """Share of a device's memory that may be filled while completions are sampled."""
+        if self.memory_fraction is not None:
+            return self.memory_fraction
+        return 0.5 if self.overlap else 0.9
+
+    def mesh_of_engine(self, training: MeshConfig) -> MeshConfig:
+        """Returns the engine's mesh.
+
+        Args:
+            training: mesh of training, which is the engine's by default.
+        """
+        return training if self.engine_mesh is None else parse_mesh(self.engine_mesh)
 
     @property
     def gae_lambda_or_default(self) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.data import PAIRED, DataFormat, TokenizerKind
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.kinds import Head
@@ -19,6 +20,7 @@ from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.precision import StoredWeights
 from jaxinfra.config.preferences import PreferenceLoss
 from jaxinfra.config.recurrent import RecurrentConfig
+from jaxinfra.config.rl import EngineDevices
 from jaxinfra.config.run import (
     LATENT_METHODS,
     AttentionImplementation,
@@ -188,11 +190,7 @@ def _validate_rl(run: RunConfig) -> None:
 def _refused_with_rl(run: RunConfig) -> Iterator[str]:
     """Messages about settings of the run that reinforcement learning cannot have."""
     training = run.training
-    if run.mesh.num_devices > 1:
-        yield (
-            f"rl on a mesh of {run.mesh.num_devices} devices: rollouts and training share one "
-            "device so far; leave the mesh out"
-        )
+    yield from _refused_meshes(run)
     if run.preferences is not None:
         yield "rl with preferences: each has a loss of its own; set one of them"
     if run.model.head is not Head.LOGITS:
@@ -209,6 +207,33 @@ def _refused_with_rl(run: RunConfig) -> Iterator[str]:
             "rl with precision.fp8: the trainer's probabilities would not be those that "
             "completions were sampled with; leave fp8 out"
         )
+
+
+def _refused_meshes(run: RunConfig) -> Iterator[str]:
+    """Messages about meshes that training and the engine of a run with rl cannot have."""
+    rl, mesh = run.rl, run.mesh
+    assert rl is not None
+    engine = rl.mesh_of_engine(mesh)
+    for name, sizes in (("mesh", mesh.sizes()), ("rl.engine_mesh", engine.sizes())):
+        for axis in (MeshAxis.PIPE, MeshAxis.CONTEXT):
+            if sizes[axis] > 1:
+                yield (
+                    f"rl with {name} {axis}={sizes[axis]}: completions are rows of replica, fsdp "
+                    "and tensor; give these the devices"
+                )
+    is_own = rl.engine_devices is EngineDevices.OWN
+    if not is_own and engine.num_devices != mesh.num_devices:
+        yield (
+            f"rl.engine_mesh={rl.engine_mesh} of {engine.num_devices} devices with a mesh of "
+            f"{mesh.num_devices}: both phases take turns on the same devices; give them equal "
+            "numbers, or set rl.engine_devices=own"
+        )
+    if rl.overlap and not is_own and mesh.num_devices > 1:
+        yield (
+            f"rl.overlap on {mesh.num_devices} devices that sample and train: two programs at a "
+            "time would wait for each other; set rl.engine_devices=own, or leave overlap out"
+        )
+    check_divides(run.model, engine)
 
 
 def _validate_lora(run: RunConfig) -> None:

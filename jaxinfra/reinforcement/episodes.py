@@ -7,9 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, final
 
-import jax
-import jax.numpy as jnp
-
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.model.definition import Parameters
@@ -90,8 +87,7 @@ class Episodes:
         """Starts to sample a rollout beside training, if that is wanted and it has not begun."""
         if not self._rl.overlap or number in self._ahead:
             return
-        # The trainer's step frees its own arrays.
-        own = jax.tree.map(jnp.copy, tree)
+        own = self._player.copied(tree)
         self._ahead[number] = self._thread.submit(self._played, number, own)
         while len(self._ahead) > _REMEMBERED:
             self._ahead.popitem(last=False)

@@ -43,6 +43,12 @@ def exact_match(completion: str, *, prompt: str, row: Mapping[str, Any]) -> floa
     return float(completion.strip() == str(_of(row, "answer")).strip())
 
 
+def zero(completion: str, *, prompt: str, row: Mapping[str, Any]) -> float:
+    """0, for algorithms that learn from no reward (``distill``)."""
+    del completion, prompt, row
+    return 0.0
+
+
 def pattern(completion: str, *, prompt: str, row: Mapping[str, Any]) -> float:
     """1 if the row's regular expression ``pattern`` is found in the completion, else 0."""
     del prompt
@@ -170,6 +176,7 @@ READY: dict[str, Callable[..., float]] = {
     "pattern": pattern,
     "math_equal": math_equal,
     "unit_tests": unit_tests,
+    "zero": zero,
 }
 
 

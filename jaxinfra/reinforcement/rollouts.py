@@ -32,7 +32,7 @@ from jaxinfra.reinforcement.advantages import (
 )
 from jaxinfra.reinforcement.critic import Critic
 from jaxinfra.reinforcement.episodes import Episodes
-from jaxinfra.reinforcement.reference import Reference
+from jaxinfra.reinforcement.frozen import FrozenModel
 from jaxinfra.reinforcement.rewards import Failure
 from jaxinfra.reinforcement.turns import Trajectory
 from jaxinfra.training.job import Job
@@ -135,7 +135,8 @@ class RolloutBatches(PolicyBatches):
         self._state: State | None = None
         self.step = 0
         self._episodes = Episodes(job, tokenizer)
-        self._reference = Reference.of(job)
+        self._reference = FrozenModel.reference(job)
+        self._teacher = FrozenModel.teacher(job, tokenizer)
         self._critic = Critic(job) if config.rl.baseline is Baseline.VALUE else None
         self._said: set[str] = set()
         self._rollouts: collections.OrderedDict[int, _Sampled] = collections.OrderedDict()
@@ -257,16 +258,16 @@ class RolloutBatches(PolicyBatches):
             "rl/truncated": float((importance_RT[counted_RT] >= rl.importance_cap).mean()),
         }
         head_E = None if self._critic is None else self._critic.weights_E
-        if self._critic is None:
+        if self._teacher is not None:
+            gains_RT = np.where(counted_RT, self._scores(self._teacher, batch) - old_RT, 0.0)
+            record["rl/teacher_kl"] = float(-gains_RT[counted_RT].mean())
+        elif self._critic is None:
             gains_RT = advantages(*groups, rl).reshape(-1, 1)
         else:
             parts = list(self._parts(batch))
             gains_RT, figures = self._critic.learn(state, parts, rewards_R, counts_R)
             record |= figures
-        reference = None
-        if self._reference is not None:
-            found = [self._reference(self._job.put(part)) for part in self._parts(batch)]
-            reference = np.concatenate(found)
+        reference = self._reference and self._scores(self._reference, batch)
         rollout = Rollout(
             advantages=(gains_RT * batch.weights).astype(np.float32),
             old=np.where(counted_RT, old_RT, 0.0).astype(np.float32),
@@ -285,6 +286,9 @@ class RolloutBatches(PolicyBatches):
         for first in range(0, len(batch.tokens), size):
             rows = slice(first, first + size)
             yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
+
+    def _scores(self, model: FrozenModel, batch: Batch[np.ndarray]) -> np.ndarray:
+        return np.concatenate([model(self._job.put(part)) for part in self._parts(batch)])
 
     def _old(self, part: Batch[np.ndarray], state: State) -> np.ndarray:
         return np.asarray(self._job.target_value_step(state.tree, self._job.put(part)))

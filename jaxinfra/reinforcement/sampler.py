@@ -13,11 +13,12 @@ from jaxinfra.errors import CheckpointError
 from jaxinfra.model.definition import Parameters, define_model, merged
 from jaxinfra.numerics.policy import POLICIES, as_kept, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.reinforcement.handover import Handover, engine_placement
 from jaxinfra.serving.engine.engine import NOT_FINITE, Engine
 from jaxinfra.serving.engine.options import options_on
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.generate import bucket
-from jaxinfra.serving.load import LoadedModel, serving_placement
+from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import SamplingConfig
 
 
@@ -48,7 +49,7 @@ class Sampler:
         numbers = dataclasses.replace(numbers, numerics=config.precision.numerics)
         if config.lora is not None:
             numbers = stored_as_computed(numbers)
-        self._placement = serving_placement(config.model, None)
+        self._placement = engine_placement(config)
         execution = execution_on(self._placement, policy=numbers)
         self._definition = define_model(config.model, execution, lora=config.lora)
         defaults = options_on(jax.default_backend())
@@ -58,10 +59,17 @@ class Sampler:
             max_context=bucket(
                 config.training.sequence_length + 1, limit=config.model.max_positions
             ),
-            memory_fraction=self._rl.memory_fraction,
+            memory_fraction=self._rl.memory_share,
             share_prefixes=True,  # the completions of a group share their prompt's pages
         )
         self._engine: Engine | None = None
+        self._handover = Handover(config, self._placement, self._definition)
+
+    def copied(self, trained: Parameters) -> Parameters:
+        """Returns a copy of trained parameters and state for ``renew``, which the next step does
+        not free.
+        """
+        return self._handover.trained(trained, copied=True)
 
     def renew(self, frozen: Parameters, trained: Parameters) -> None:
         """Gives the engine other weights; what it samples then depends on no request before.
@@ -69,9 +77,10 @@ class Sampler:
         Args:
             frozen, trained: parameters and state of the model.
         """
+        self.release()
         model = LoadedModel(
             definition=self._definition,
-            parameters=merged(frozen, trained),
+            parameters=merged(self._handover.frozen(frozen), self._handover.trained(trained)),
             tokenizer=self._tokenizer,
             config=None,
             step=None,
@@ -85,6 +94,11 @@ class Sampler:
             )
         else:
             self._engine.renew(model)
+
+    def release(self) -> None:
+        """Frees the engine's weights and pages until ``renew``."""
+        if self._engine is not None:
+            self._engine.release()
 
     def sample(
         self, contexts: Mapping[int, Sequence[int]], *, seed: int, is_over: Callable[[], bool]

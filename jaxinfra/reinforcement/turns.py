@@ -88,6 +88,12 @@ class Player:
         self._sampler.renew(frozen, trained)
         self.waited_s = 0.0
 
+    def copied(self, trained: Any) -> Any:
+        """Returns a copy of the weights for ``renew``, which the trainer's next step does not
+        free.
+        """
+        return self._sampler.copied(trained)
+
     def play(self, prompts: Sequence[Prompt], *, seed: int, number: int) -> list[Trajectory]:
         """Returns a trajectory of each prompt, with its reward or the reason why it has none.
 
@@ -113,6 +119,7 @@ class Player:
             current = dict(self._continued(current, is_last=is_last))
             if not current:
                 break
+        self._sampler.release()  # training has the memory
         return played
 
     def _ask(self, each: Trajectory) -> concurrent.futures.Future[Scored]:

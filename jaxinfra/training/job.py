@@ -18,6 +18,7 @@ from jaxinfra.axes import BATCH
 from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
+from jaxinfra.config.rl import EngineDevices
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.config.validate import may_keep_gathered, validate
 from jaxinfra.data.batch import Batch, Rollout
@@ -261,10 +262,12 @@ def make_job(
         config: config of the run.
         traceable: compile the step so that a profiler's trace names every operation, at some cost
             in launches.
-        devices: devices to build for, all by default; a planner passes devices that do not exist
-            here.
+        devices: devices to build for, all by default, but for those that sample alone
+            (``rl.engine_devices``); a planner passes devices that do not exist here.
     """
     validate(config)
+    if devices is None and config.rl and config.rl.engine_devices is EngineDevices.OWN:
+        devices = jax.devices()[: config.mesh.num_devices]
     build = functools.partial(_build_job, traceable=traceable, devices=devices)
     gathering_is_open = config.sharding.keep_gathered is None
     chosen = with_keep_gathered(config, gathered=False) if gathering_is_open else config

@@ -16,10 +16,20 @@ import own_rewards
 import pytest
 import small_run
 
+from jaxinfra.config import codec
 from jaxinfra.config.data import DataFormat
+from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.parts import part_name
 from jaxinfra.config.preferences import PreferenceConfig
-from jaxinfra.config.rl import Algorithm, JudgeConfig, Mean, Overlong, Ratio, RlConfig
+from jaxinfra.config.rl import (
+    Algorithm,
+    JudgeConfig,
+    Mean,
+    Overlong,
+    Ratio,
+    RlConfig,
+    ZeroVariance,
+)
 from jaxinfra.config.validate import validate
 from jaxinfra.data.batch import Batch, Rollout
 from jaxinfra.data.chat_template import ChatTemplate
@@ -39,13 +49,16 @@ from jaxinfra.reinforcement.ready import exact_match, find_reward, math_equal, p
 from jaxinfra.reinforcement.rewards import Failure, RewardPool
 from jaxinfra.reinforcement.rollouts import _rows, _Sampled
 from jaxinfra.reinforcement.sampler import Completion
-from jaxinfra.training.policy import policy_record, policy_sums
+from jaxinfra.training.policy import policy_loss, policy_record, policy_sums
 
 EPSILON = float(np.finfo(np.float32).eps)
 
 
 def learn(**settings) -> RlConfig:
-    return RlConfig(**{"prompts": "p.jsonl", "reward": "exact_match"} | settings)
+    given = {"prompts": "p.jsonl", "reward": "exact_match"} | settings
+    if given.get("algorithm") is Algorithm.DISTILL:
+        given["teacher"] = "runs/teacher"
+    return RlConfig(**given)
 
 
 def plain_advantages(algorithm: Algorithm, groups: list[list[float | None]]) -> list[list[float]]:
@@ -71,7 +84,9 @@ def plain_advantages(algorithm: Algorithm, groups: list[list[float | None]]) -> 
     return found
 
 
-@pytest.mark.parametrize("algorithm", [each for each in Algorithm if each is not Algorithm.PPO])
+@pytest.mark.parametrize(
+    "algorithm", [each for each in Algorithm if each.value not in ("ppo", "distill")]
+)
 def test_advantages_are_the_papers(algorithm):
     groups = [[1.0, 0.0, 0.25, 1.0], [None, 0.5, 2.0, None], [3.0, 3.0, 3.0, 3.0]]
     is_valid = np.array([[r is not None for r in group] for group in groups])
@@ -179,6 +194,7 @@ class Sampled:
             "dapo": np.sum(sums) / np.sum(lengths),
             "reinforce++": np.sum(sums) / np.sum(lengths),
             "ppo": np.sum(sums) / np.sum(lengths),
+            "distill": np.sum(sums) / np.sum(lengths),
             "rloo": np.mean(sums),
         }
         return -means[name]
@@ -207,6 +223,33 @@ def test_losses_and_gradients_are_the_papers(algorithm, kl):
         slopes[place] = (sampled.loss(at[0], config) - sampled.loss(at[1], config)) / (2 * step)
     np.testing.assert_allclose(np.asarray(gradient), slopes, atol=bound)
     assert np.abs(slopes).max() > 100 * bound
+
+
+def test_distillation_follows_the_gradient_of_the_divergence_to_the_teacher():
+    """Over all next tokens, each as often as it is sampled; the divergence in float64 by NumPy."""
+    rng, config = np.random.default_rng(3), learn(algorithm=Algorithm.DISTILL)
+    student, teacher = rng.normal(0.0, 1.0, (2, 6))
+
+    def log_softmax(x):
+        return x - np.log(np.exp(x).sum())
+
+    def divergence(x):
+        return float(np.exp(log_softmax(x)) @ (log_softmax(x) - log_softmax(teacher)))
+
+    old_V = log_softmax(student)
+    gains_V1 = jnp.asarray((log_softmax(teacher) - old_V)[:, None], jnp.float32)
+
+    def loss(x):  # a row of one token for each of the six
+        new_V1 = jax.nn.log_softmax(x)[:, None]
+        old_V1, ones = jnp.asarray(old_V, jnp.float32)[:, None], jnp.ones((6, 1))
+        each = policy_loss(new_V1, old_V1, gains_V1, config, weights=ones)
+        return jnp.exp(old_V1[:, 0]) @ each[:, 0]
+
+    got = jax.grad(loss)(jnp.asarray(student, jnp.float32))
+    step = 1e-6
+    want = [(divergence(student + e) - divergence(student - e)) / 2 for e in step * np.eye(6)]
+    np.testing.assert_allclose(got, np.array(want) / step, atol=12 * 6 * 8 * EPSILON)
+    assert np.abs(want).max() / step > 0.1
 
 
 def test_figures_are_means_over_the_counted_tokens():
@@ -468,7 +511,10 @@ def test_a_step_without_completions_that_count_changes_nothing(counts):
         ({"overlong_tokens": 4}, "goes with overlong=penalty"),
         ({"importance_cap": 0.0}, "must be positive and finite"),
         ({"gae_lambda": 0.5}, "is a number in"),
-        ({"algorithm": Algorithm.PPO, "advantage": "a:b"}, "value head estimates"),
+        ({"teacher": "runs/teacher"}, "teacher and algorithm=distill go together"),
+        ({"algorithm": Algorithm.DISTILL, "zero_variance": ZeroVariance.DROP}, "every completion"),
+        ({"engine_mesh": "tensors=2"}, "unknown mesh axis"),
+        ({"algorithm": Algorithm.PPO, "advantage": "a:b"}, "value head or teacher gives"),
         ({"max_turns": 2, "overlong": Overlong.PENALTY, "overlong_tokens": 4}, "one completion"),
     ],
 )
@@ -486,6 +532,7 @@ def test_runs_that_cannot_learn_are_refused():
     rows = dataclasses.replace(config.training, batch_size=4)
     text = dataclasses.replace(config.data, format=DataFormat.COMPLETIONS)
     model = dataclasses.replace(config.model, dropout_rate=0.1)
+    few = {"max_new_tokens": 4}
     for change, words in [
         ({"training": rows}, "is not a multiple of rl.group_size=8"),
         ({"rl": learn()}, "leaves no room for a prompt"),
@@ -493,6 +540,12 @@ def test_runs_that_cannot_learn_are_refused():
         ({"preferences": PreferenceConfig()}, "format=text with preferences|rl with preferences"),
         ({"model": model}, "rl with model.dropout_rate=0.1"),
         ({"training": dataclasses.replace(config.training, z_loss=0.1)}, "training.z_loss"),
+        ({"mesh": MeshConfig(pipe=2)}, "rl with mesh pipe=2"),
+        ({"mesh": MeshConfig(fsdp=2), "rl": few | {"overlap": True}}, "would wait for each other"),
+        ({"rl": few | {"engine_mesh": "tensor=2"}}, "a mesh of 1: both phases take turns"),
+        ({"rl": few | {"engine_mesh": "context=2", "engine_devices": "own"}}, "engine_mesh context"),
     ]:
+        if isinstance(change.get("rl"), dict):
+            change["rl"] = codec.normalized(learn(**change["rl"]), RlConfig)
         with pytest.raises(ConfigError, match=words):
             validate(dataclasses.replace(config, **change))

@@ -233,6 +233,20 @@ class Engine:
         drafting = None if draft is None else draft.serving_decoder(consumes=True)
         self.runner.attach(model.serving_decoder(consumes=True), drafting)
 
+    def release(self) -> None:
+        """Frees weights and pages until ``renew``; compiled programs stay.
+
+        Raises:
+            ConfigError: requests are running, or the engine drafts with a second model.
+        """
+        if self.is_busy:
+            raise ConfigError("release of an engine with requests: let them end, or cancel them")
+        if self._has_draft:
+            raise ConfigError("release of an engine with a draft model, whose weights would be old")
+        self.scheduler = Scheduler(self.limits, propose=self._lookup)
+        self._numbers = itertools.count()
+        self.runner.release()
+
     def renew(self, model: LoadedModel) -> None:
         """Replaces the weights by others of the same model. Compiled programs stay; cached keys and
         values are dropped. What follows depends on no request before.
@@ -243,13 +257,7 @@ class Engine:
         Raises:
             ConfigError: requests are running, or the engine drafts with a second model.
         """
-        if self.is_busy:
-            raise ConfigError("renew of an engine with requests: let them end, or cancel them")
-        if self._has_draft:
-            raise ConfigError("renew of an engine with a draft model, whose weights would be old")
-        self.scheduler = Scheduler(self.limits, propose=self._lookup)
-        self._numbers = itertools.count()
-        self.runner.release()
+        self.release()
         self.runner.attach(model.serving_decoder())
 
     def has_room(self, max_running: int, context: int) -> bool:
