@@ -3,6 +3,8 @@
 jaxinfra memory tiny                                  a preset, compiled for the devices here
 jaxinfra memory runs/small-1 --picture memory.png     a run's config
 jaxinfra memory small --serve --max-running 64        an engine: pages, weights and programs
+jaxinfra memory --config rl.toml                      both phases of reinforcement learning
+jaxinfra memory --init DIR --lora rank=16 --rl group_size=8,max_new_tokens=1024
 jaxinfra memory /models/llama --serve                 of a model that serve could load
 jaxinfra memory small --serve --weights rtn-int4      of one that jaxinfra quantize could make
 jaxinfra memory small --remat none --limit 40         and, where that is too much, what would fit
@@ -26,9 +28,12 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli import train
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.cli.price import step_price
+from jaxinfra.config import codec
 from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.data import DataFormat, TokenizerKind
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
@@ -38,6 +43,7 @@ from jaxinfra.diagnostics.memory.report import (
     gib,
     report_memory,
 )
+from jaxinfra.diagnostics.memory.rollouts import rollout_memory
 from jaxinfra.diagnostics.memory.serving import (
     ServingCase,
     fitted_case,
@@ -57,6 +63,12 @@ from jaxinfra.training.recompute.optimal import draw_choice
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra memory``."""
     train.add_arguments(parser)
+    parser.add_argument(
+        "--rl",
+        metavar="SPEC",
+        help="show both phases of reinforcement learning, which these settings of rl describe: "
+        "group_size=8,max_new_tokens=1024,...",
+    )
     serving = parser.add_argument_group("engine that serves the model")
     serving.add_argument(
         "--serve", action="store_true", help="show the memory of the engine, not of a training step"
@@ -102,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.limit > 0:
             raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
         limit = int(args.limit * 2**30)
-    found = (_of_engine if args.serve else _of_step)(args, limit)
+    found = (_of_engine if args.serve else _of_training)(args, limit)
     if args.picture is not None:
         draw_memory(found.report, args.picture, limit_bytes=limit)
     if args.json:
@@ -111,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(values, indent=1))
     else:
         _print(found, top=args.top)
-    return 1 if _exceeds(found.report, limit) else 0
+    return 1 if limit is not None and found.bytes > limit else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,16 +133,36 @@ class _Found:
     report: MemoryReport
     values: dict[str, Any]  # of --json
     remedies: Sequence[Remedy]
+    bytes: int  # per device, of all that is there at a time
     before: Sequence[str] = ()  # lines before the tables
     after: Sequence[str] = ()  # lines behind them
 
 
-def _exceeds(report: MemoryReport, limit: int | None) -> bool:
-    return limit is not None and report.total_bytes > limit
-
-
-def _of_step(args: argparse.Namespace, limit: int | None) -> _Found:
+def _of_training(args: argparse.Namespace, limit: int | None) -> _Found:
     config = _config_of(args)
+    return _of_step(config, args, limit) if config.rl is None else _of_rollouts(config, limit)
+
+
+def _of_rollouts(config: RunConfig, limit: int | None) -> _Found:
+    let_jax_allocate()
+    limit = memory_limit() if limit is None else limit
+    found = rollout_memory(fixed_remat(config), limit_bytes=limit)
+    lines = [f"{name}: {gib(size)} per device" for name, size in found.phases.items()]
+    if found.runs_at_once:
+        lines.append(f"both at once: {gib(found.bytes)} per device")
+    lines.append(f"pages: {found.pages:,} of {gib(found.engine.page_bytes)}")
+    if found.kept_bytes:
+        lines.append(f"of sampling, state that only training uses: {gib(found.kept_bytes)}")
+    return _Found(
+        report=found.report,
+        bytes=found.bytes,
+        values=found.as_json(),
+        remedies=[],
+        after=lines,
+    )
+
+
+def _of_step(config: RunConfig, args: argparse.Namespace, limit: int | None) -> _Found:
     if config.training.remat is not Remat.OPTIMAL:
         config = fixed_remat(config)
     job = make_job(config)
@@ -141,10 +173,11 @@ def _of_step(args: argparse.Namespace, limit: int | None) -> _Found:
     counted = {"bytes_per_parameter": dataclasses.asdict(arrays)} if arrays else {}
     chosen = {} if job.choice is None else {"recomputation": dataclasses.asdict(job.choice)}
     remedies = []
-    if limit is not None and _exceeds(report, limit):
+    if limit is not None and report.total_bytes > limit:
         remedies = find_remedies(config, limit_bytes=limit, price=step_price)
     return _Found(
         report=report,
+        bytes=report.total_bytes,
         values=report.as_json() | counted | chosen,
         remedies=remedies,
         before=[] if job.choice is None else [job.choice.describe()],
@@ -155,7 +188,16 @@ def _of_step(args: argparse.Namespace, limit: int | None) -> _Found:
 def _config_of(args: argparse.Namespace) -> RunConfig:
     if args.preset is not None and Path(args.preset).is_dir():
         args.config, args.preset = RunDirectory(Path(args.preset)).config_file, None
-    return train.config_of(args)
+    if args.rl is None:
+        return train.config_of(args)
+    # Neither prompts nor rewards nor a vocabulary's texts take memory of a device.
+    learn = codec.parse_record(RlConfig, f"prompts=,reward=zero,{args.rl}".rstrip(","), what="rl")
+    start = dataclasses.replace(train.config_of(args), rl=learn)
+    tokenizer = start.data.tokenizer
+    if tokenizer.kind is TokenizerKind.BPE:
+        tokenizer = dataclasses.replace(tokenizer, kind=TokenizerKind.BYTES)
+    data = dataclasses.replace(start.data, format=DataFormat.TEXT, tokenizer=tokenizer)
+    return dataclasses.replace(start, data=data)
 
 
 def _served(args: argparse.Namespace) -> tuple[ModelConfig, Policy, Parameters | None]:
@@ -201,13 +243,19 @@ def _of_engine(args: argparse.Namespace, limit: int | None) -> _Found:
     )
     case = fitted_case(case, limit_bytes=memory_limit() if limit is None else limit)
     needs, remedies = serving_memory(case), []
-    if limit is not None and _exceeds(needs.report, limit):
+    if limit is not None and needs.bytes > limit:
         remedies = serving_remedies(case, needs, limit_bytes=limit)
     lines = [f"program {name}: {gib(size)} in all" for name, size in needs.totals.items()]
     pages, size = case.limits.num_pages, case.limits.page_size
     tokens = (pages - 1) * size
     lines.append(f"pages: {pages:,} of {gib(needs.page_bytes)}, for {tokens:,} tokens")
-    return _Found(report=needs.report, values=needs.as_json(), remedies=remedies, after=lines)
+    return _Found(
+        report=needs.report,
+        bytes=needs.bytes,
+        values=needs.as_json(),
+        remedies=remedies,
+        after=lines,
+    )
 
 
 def _print(found: _Found, *, top: int) -> None:

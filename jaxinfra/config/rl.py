@@ -25,8 +25,8 @@ class Algorithm(enum.StrEnum):
     RLOO = "rloo"  # Ahmadian et al. 2024, equation 8
     REINFORCE_PLUS_PLUS = "reinforce++"  # Hu 2025; global normalization of rewards
     PPO = "ppo"  # Schulman et al. 2017, with a linear value head
-    # On-policy distillation, the reverse KL divergence to a teacher at each sampled token (Gu et al.
-    # 2024, the one-step part; Lu and Thinking Machines Lab 2025).
+    # Gu et al. 2024 (the one-step part), Lu and Thinking Machines Lab 2025: on-policy distillation
+    # by the reverse KL divergence to a teacher at each sampled token.
     DISTILL = "distill"
 
 
@@ -274,8 +274,8 @@ class RlConfig:
             )
         if self.baseline in (Baseline.VALUE, Baseline.TEACHER) and self.advantage is not None:
             raise ConfigError(
-                f"rl.advantage={self.advantage!r} with algorithm={self.algorithm}, whose value head "
-                "or teacher gives advantages; take another algorithm, or leave it out"
+                f"rl.advantage={self.advantage!r} with algorithm={self.algorithm}, whose value "
+                "head or teacher gives advantages; take another algorithm, or leave it out"
             )
         self._check_teacher()
         given = self.gae_lambda

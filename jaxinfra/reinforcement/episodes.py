@@ -66,9 +66,7 @@ class Episodes:
         held = config.rl.heldout_prompts
         self._heldout = () if held is None else read_prompts(held, config, tokenizer)
         self._is_closed = False
-        self._player = Player(
-            config, tokenizer, num_rows=_num_rows(config), is_over=lambda: self._is_closed
-        )
+        self._player = Player(config, tokenizer, is_over=lambda: self._is_closed)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._ahead: collections.OrderedDict[int, concurrent.futures.Future[Played]] = (
             collections.OrderedDict()

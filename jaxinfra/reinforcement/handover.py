@@ -12,6 +12,7 @@ from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.quantized_base import base_shapes
+from jaxinfra.model.serving_form import with_read_projections
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.serving.load import serving_placement
@@ -37,7 +38,7 @@ def engine_placement(config: RunConfig) -> Placement:
         raise ConfigError(
             f"rl.engine_devices={config.rl.engine_devices}: the engine's mesh needs "
             f"{mesh.num_devices} devices, and training leaves {len(devices)} of "
-            f"{jax.device_count()}; give both smaller meshes"
+            f"{len(jax.devices())}; give both smaller meshes"
         )
     return serving_placement(config.model, mesh, devices=devices)
 
@@ -50,28 +51,29 @@ def _has_own_devices(config: RunConfig) -> bool:
 class Handover:
     """Gives an engine on ``placement`` the arrays of a trainer.
 
-    An array that is already sharded as the engine needs it is passed on as it is. The others are
-    resharded by one jitted program, or sent to the engine's own devices. Frozen arrays are sent
-    once.
+    An array that the engine reads as it is, with the same sharding, is not copied. One jitted
+    program casts projections to the compute dtype and reshards. An engine's own devices are sent
+    what they need, and frozen parameters once.
     """
 
     def __init__(self, config: RunConfig, placement: Placement, definition: ModelDefinition):
-        self._has_own, frozen = _has_own_devices(config), {}
+        self._has_own, self._frozen_wanted = _has_own_devices(config), {}
         if config.lora is not None:
             base = define_model(config.model, definition.execution)
             shapes = base_shapes(base, config.lora.base)
             definition = definition.freeze(shapes)
-            frozen = base_shardings(placement, base, shapes)
-        trained = merged(placement.parameters(definition), placement.model_state(definition))
-        self._frozen_places, self._trained_places = frozen, trained
+            self._frozen_wanted = _placed(shapes, base_shardings(placement, base, shapes))
+        self._read = jax.jit(functools.partial(with_read_projections, definition))
+        places = merged(placement.parameters(definition), placement.model_state(definition))
+        self._wanted = _placed(jax.eval_shape(self._read, definition.arrays), places)
         self._frozen: Parameters | None = None  # on the engine's own devices
 
     def frozen(self, tree: Parameters) -> Parameters:
         """Returns a trainer's frozen parameters as the engine needs them."""
         if not self._has_own:
-            return _moved(tree, self._frozen_places)
+            return _converted(tree, self._frozen_wanted)
         if self._frozen is None:
-            self._frozen = jax.device_put(tree, self._frozen_places)
+            self._frozen = _sent(tree, self._frozen_wanted)
         return self._frozen
 
     def trained(self, tree: Parameters, *, copied: bool = False) -> Parameters:
@@ -81,28 +83,44 @@ class Handover:
             copied: make a copy, which the trainer's next step does not free.
         """
         if self._has_own:
-            return jax.device_put(tree, self._trained_places)
-        moved = _moved(tree, self._trained_places)
-        return jax.tree.map(jnp.copy, moved) if copied else moved
+            return _sent(self._read(tree), self._wanted)
+        converted = _converted(tree, self._wanted)
+        return jax.tree.map(jnp.copy, converted) if copied else converted
 
 
-def _moved(tree: Parameters, places: Parameters) -> Parameters:
-    """The tree with the shardings ``places``; arrays that have them are not copied."""
+def _placed(shapes: Parameters, places: Parameters) -> Parameters:
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        places,
+    )
+
+
+def _sent(tree: Parameters, wanted: Parameters) -> Parameters:
+    return jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, wanted))
+
+
+def _converted(tree: Parameters, wanted: Parameters) -> Parameters:
+    """The tree with the dtypes and shardings of ``wanted``; arrays that have them are not copied."""
     leaves, structure = jax.tree.flatten(tree)
-    wanted = jax.tree.leaves(places)
+    pairs = list(zip(leaves, jax.tree.leaves(wanted), strict=True))
     others = [
         number
-        for number, (leaf, place) in enumerate(zip(leaves, wanted, strict=True))
-        if not leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        for number, (leaf, want) in enumerate(pairs)
+        if leaf.dtype != want.dtype or not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
     ]
-    if others:
-        targets = tuple(wanted[number] for number in others)
-        moved = _reshard([leaves[number] for number in others], targets=targets)
-        for number, leaf in zip(others, moved, strict=True):
-            leaves[number] = leaf
+    targets = tuple((pairs[number][1].dtype, pairs[number][1].sharding) for number in others)
+    made = _convert([leaves[number] for number in others], targets=targets) if others else []
+    for number, leaf in zip(others, made, strict=True):
+        leaves[number] = leaf
     return jax.tree.unflatten(structure, leaves)
 
 
 @functools.partial(jax.jit, static_argnames="targets")
-def _reshard(arrays: list[jax.Array], *, targets: tuple[NamedSharding, ...]) -> list[jax.Array]:
-    return list(map(jax.lax.with_sharding_constraint, arrays, targets))
+def _convert(
+    arrays: list[jax.Array], *, targets: tuple[tuple[jnp.dtype, NamedSharding], ...]
+) -> list[jax.Array]:
+    return [
+        jax.lax.with_sharding_constraint(leaf.astype(dtype), place)
+        for leaf, (dtype, place) in zip(arrays, targets, strict=True)
+    ]

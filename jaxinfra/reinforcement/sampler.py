@@ -10,12 +10,13 @@ import numpy as np
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError
-from jaxinfra.model.definition import Parameters, define_model, merged
-from jaxinfra.numerics.policy import POLICIES, as_kept, stored_as_computed
+from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.model.serving_form import serving_parameters
+from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.reinforcement.handover import Handover, engine_placement
 from jaxinfra.serving.engine.engine import NOT_FINITE, Engine
-from jaxinfra.serving.engine.options import options_on
+from jaxinfra.serving.engine.options import EngineOptions, options_on
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.generate import bucket
 from jaxinfra.serving.load import LoadedModel
@@ -33,37 +34,46 @@ class Completion:
     is_cut: bool  # ended by its length
 
 
+def engine_policy(config: RunConfig) -> Policy:
+    """Returns the numeric formats of a run's engine: those that training evaluates with."""
+    numbers = as_kept(POLICIES[config.precision.policy], config.precision)
+    numbers = dataclasses.replace(numbers, numerics=config.precision.numerics)
+    return numbers if config.lora is None else stored_as_computed(numbers)
+
+
+def engine_options(config: RunConfig) -> EngineOptions:
+    """Returns the options of a run's engine, whose requests are the completions of a rollout."""
+    rl, defaults = config.rl, options_on(jax.default_backend())
+    assert rl is not None
+    num_rows = config.training.batch_size * rl.steps_per_rollout
+    length = config.training.sequence_length + 1
+    return dataclasses.replace(
+        defaults,
+        max_running=min(num_rows, rl.max_running or defaults.max_running),
+        max_context=bucket(length, limit=config.model.max_positions),
+        memory_fraction=rl.memory_share,
+        share_prefixes=True,  # the completions of a group share their prompt's pages
+    )
+
+
 @final
 class Sampler:
     """An engine whose weights follow the trainer's; compiled programs are kept.
 
     Args:
         tokenizer: of the run.
-        num_rows: most completions per rollout.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, num_rows: int):
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer):
         assert config.rl is not None
         self._rl, self._tokenizer = config.rl, tokenizer
-        numbers = as_kept(POLICIES[config.precision.policy], config.precision)
-        numbers = dataclasses.replace(numbers, numerics=config.precision.numerics)
-        if config.lora is not None:
-            numbers = stored_as_computed(numbers)
         self._placement = engine_placement(config)
-        execution = execution_on(self._placement, policy=numbers)
-        self._definition = define_model(config.model, execution, lora=config.lora)
-        defaults = options_on(jax.default_backend())
-        self._options = dataclasses.replace(
-            defaults,
-            max_running=min(num_rows, self._rl.max_running or defaults.max_running),
-            max_context=bucket(
-                config.training.sequence_length + 1, limit=config.model.max_positions
-            ),
-            memory_fraction=self._rl.memory_share,
-            share_prefixes=True,  # the completions of a group share their prompt's pages
-        )
+        execution = execution_on(self._placement, policy=engine_policy(config))
+        self.definition = define_model(config.model, execution, lora=config.lora)
+        self._options = engine_options(config)
         self._engine: Engine | None = None
-        self._handover = Handover(config, self._placement, self._definition)
+        self._form: ModelDefinition | None = None  # that the engine runs
+        self._handover = Handover(config, self._placement, self.definition)
 
     def copied(self, trained: Parameters) -> Parameters:
         """Returns a copy of trained parameters and state for ``renew``, which the next step does
@@ -78,20 +88,23 @@ class Sampler:
             frozen, trained: parameters and state of the model.
         """
         self.release()
-        model = LoadedModel(
-            definition=self._definition,
-            parameters=merged(self._handover.frozen(frozen), self._handover.trained(trained)),
-            tokenizer=self._tokenizer,
-            config=None,
-            step=None,
-            placement=self._placement,
-        )
+        tree = merged(self._handover.frozen(frozen), self._handover.trained(trained))
+        if self._form is None:
+            self._form = LoadedModel(
+                definition=self.definition,
+                parameters=tree,
+                tokenizer=self._tokenizer,
+                config=None,
+                step=None,
+                placement=self._placement,
+            ).serving_definition()
+        if self._form is not self.definition:
+            tree = serving_parameters(self._form, tree)
+        model = self._form.bind(tree)
         if self._engine is None:
             # All ids may be sampled, those that the tokenizer does not know too: the trainer's
             # probabilities are over all of them.
-            self._engine = Engine(
-                model.serving_decoder(), tokenizer=self._tokenizer, options=self._options
-            )
+            self._engine = Engine(model, tokenizer=self._tokenizer, options=self._options)
         else:
             self._engine.renew(model)
 

@@ -74,12 +74,10 @@ class Player:
         is_over: asked often; sampling ends with a DataError if it returns True.
     """
 
-    def __init__(
-        self, config: RunConfig, tokenizer: Tokenizer, *, num_rows: int, is_over: Callable[[], bool]
-    ):
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, is_over: Callable[[], bool]):
         assert config.rl is not None
         self._rl, self._config, self._tokenizer = config.rl, config, tokenizer
-        self._sampler = Sampler(config, tokenizer, num_rows=num_rows)
+        self._sampler = Sampler(config, tokenizer)
         self._pool, self._is_over = RewardPool(config.rl), is_over
         self.waited_s = 0.0  # for rewards, after all completions of a turn had ended
 

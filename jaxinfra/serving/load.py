@@ -168,19 +168,13 @@ class LoadedModel:
         definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
         return dataclasses.replace(self, definition=definition)
 
-    def serving_decoder(
-        self,
-        *,
-        is_unrolled: bool | None = None,
-        consumes: bool = False,
-    ) -> Decoder:
-        """Returns the model in the form that an engine runs fastest. On GPUs layers are unrolled,
-        and projections of one input are copied into packed ones. Models with adapters or
-        8-bit matmuls stay as they are.
+    def serving_definition(self, *, is_unrolled: bool | None = None) -> ModelDefinition:
+        """Returns the definition of the form that an engine runs fastest. On GPUs layers are
+        unrolled, and projections of one input are packed. Models with adapters or 8-bit matmuls
+        stay as they are.
 
         Args:
             is_unrolled: use the form for GPUs on any device, or on none; by default on GPUs.
-            consumes: free weights that were copied; this object is unusable then.
         """
         definition = self.definition
         if is_unrolled is None:
@@ -188,7 +182,7 @@ class LoadedModel:
         policy = definition.execution.policy
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
         if not is_unrolled or definition.lora is not None or in_8_bits:
-            return self.decoder
+            return definition
         fits = can_pack(self.parameters, definition.config, definition.execution.place)
         if policy.is_exact and self.platform != "gpu":
             fits = False  # columns of a product would have other bits beside others
@@ -198,7 +192,23 @@ class LoadedModel:
             cache_format=definition.execution.cache_format,
             decode_form=DecodeForm(packed=fits),
         )
-        form = serving_form(definition, execution)
+        return serving_form(definition, execution)
+
+    def serving_decoder(
+        self,
+        *,
+        is_unrolled: bool | None = None,
+        consumes: bool = False,
+    ) -> Decoder:
+        """Returns the model as ``serving_definition`` describes it, with packed copies of weights.
+
+        Args:
+            is_unrolled: as there.
+            consumes: free weights that were copied; this object is unusable then.
+        """
+        form = self.serving_definition(is_unrolled=is_unrolled)
+        if form is self.definition:
+            return self.decoder
         if self.is_described:
             return form.bind(self._served_shapes(form))
         return form.bind(serving_parameters(form, self.parameters, consumes=consumes))

@@ -382,9 +382,12 @@ def test_a_judge_scores_over_a_url(judge_url, monkeypatch):
 class Scripted:
     """A sampler that says what the last character before it asks for."""
 
-    def __init__(self, config, tokenizer, *, num_rows):
-        del config, num_rows
+    def __init__(self, config, tokenizer):
+        del config
         self.tokenizer, self.seeds = tokenizer, []
+
+    def release(self):
+        """Frees nothing."""
 
     def sample(self, contexts, *, seed, is_over):
         assert not is_over()
@@ -407,7 +410,7 @@ def test_turns_follow_replies_whose_tokens_do_not_count(tmp_path, monkeypatch):
     config = dataclasses.replace(small_run.config_of("training.sequence_length=24"), rl=rl)
     tokenizer = bytes_tokenizer()
     prompts = read_prompts(str(tmp_path), config, tokenizer)
-    player = turns.Player(config, tokenizer, num_rows=4, is_over=lambda: False)
+    player = turns.Player(config, tokenizer, is_over=lambda: False)
     try:
         played = player.play(prompts, seed=3, number=5)
     finally:
@@ -514,7 +517,7 @@ def test_a_step_without_completions_that_count_changes_nothing(counts):
         ({"teacher": "runs/teacher"}, "teacher and algorithm=distill go together"),
         ({"algorithm": Algorithm.DISTILL, "zero_variance": ZeroVariance.DROP}, "every completion"),
         ({"engine_mesh": "tensors=2"}, "unknown mesh axis"),
-        ({"algorithm": Algorithm.PPO, "advantage": "a:b"}, "value head or teacher gives"),
+        ({"algorithm": Algorithm.PPO, "advantage": "a:b"}, "head or teacher gives"),
         ({"max_turns": 2, "overlong": Overlong.PENALTY, "overlong_tokens": 4}, "one completion"),
     ],
 )
@@ -543,7 +546,10 @@ def test_runs_that_cannot_learn_are_refused():
         ({"mesh": MeshConfig(pipe=2)}, "rl with mesh pipe=2"),
         ({"mesh": MeshConfig(fsdp=2), "rl": few | {"overlap": True}}, "would wait for each other"),
         ({"rl": few | {"engine_mesh": "tensor=2"}}, "a mesh of 1: both phases take turns"),
-        ({"rl": few | {"engine_mesh": "context=2", "engine_devices": "own"}}, "engine_mesh context"),
+        (
+            {"rl": few | {"engine_mesh": "context=2", "engine_devices": "own"}},
+            "engine_mesh context",
+        ),
     ]:
         if isinstance(change.get("rl"), dict):
             change["rl"] = codec.normalized(learn(**change["rl"]), RlConfig)

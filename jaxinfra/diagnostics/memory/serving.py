@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
@@ -21,7 +22,12 @@ from jaxinfra.diagnostics.memory.report import CACHES, MemoryReport, report_memo
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.execution import DecodeForm
-from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
+from jaxinfra.model.serving_form import (
+    can_pack,
+    serving_form,
+    serving_parameters,
+    with_read_projections,
+)
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.quantized import QuantizedWeight
 from jaxinfra.parallel.execution import execution_on
@@ -47,11 +53,14 @@ class ServingCase:
     # Shapes or arrays of the loaded weights, which may be quantized. None: all weights in the
     # policy's dtype.
     weights: Parameters | None = None
+    lora: LoraConfig | None = None  # adapters in the weights
+    reads_projections: bool = False  # they are in the compute dtype, whatever the policy stores
 
     @property
     def limits(self) -> SchedulerLimits:
         """Number and size of the engine's KV cache pages, and the shapes of its steps."""
-        return self.engine.limits(self.model)
+        shards = serving_placement(self.model, self.mesh).batch_shards
+        return self.engine.limits(self.model, batch_shards=shards)
 
     @property
     def form(self) -> ModelDefinition:
@@ -59,7 +68,7 @@ class ServingCase:
         placement = serving_placement(self.model, self.mesh)
         kept: dict[str, Any] = {"policy": self.policy, "cache_format": self.cache}
         execution = execution_on(placement, **kept)
-        form = define_model(self.model, execution)
+        form = define_model(self.model, execution, lora=self.lora)
         if not self.is_unrolled:
             return form
         weights = form.shapes if self.weights is None else self.weights
@@ -71,18 +80,23 @@ class ServingCase:
         """The engine's programs for abstract arrays; raises ConfigError if none can be built."""
         form, drafts = self.form, self.engine.num_drafts
         return ModelRunner(
-            form.bind(self._abstract(form)),
+            form.bind(self.abstract),
             self.limits,
             num_ids=self.num_ids or self.model.vocab_size,
             verify_length=1 + drafts if drafts else None,
         )
 
-    def _abstract(self, form: ModelDefinition) -> Parameters:
+    @property
+    def abstract(self) -> Parameters:
         """Shapes and shardings of all weights as the engine holds them."""
+        form = self.form
         placement = serving_placement(self.model, self.mesh)
         if self.weights is None or not _in_few_bits(self.weights):
             places = merged(placement.parameters(form), placement.model_state(form))
-            return jax.tree.map(_placed, merged(form.shapes, form.state_shapes), places)
+            shapes = form.arrays
+            if self.reads_projections:
+                shapes = jax.eval_shape(functools.partial(with_read_projections, form), shapes)
+            return jax.tree.map(_placed, shapes, places)
         if self.mesh.num_devices > 1:
             raise UnsupportedError(
                 f"the memory of quantized weights on {self.mesh.num_devices} devices is not "
@@ -128,11 +142,14 @@ class ServingMemory:
         }
 
 
-def fitted_case(case: ServingCase, *, limit_bytes: int | None) -> ServingCase:
+def fitted_case(
+    case: ServingCase, *, limit_bytes: int | None, others_bytes: int = 0
+) -> ServingCase:
     """Returns the case with the number of pages that a server chooses by itself.
 
     Args:
         limit_bytes: bytes that JAX may allocate on a device; None for no limit, as on CPUs.
+        others_bytes: bytes of a device that are not the engine's, such as an optimizer's state.
 
     Raises:
         DeviceMemoryError: one request of the full context does not fit.
@@ -142,7 +159,7 @@ def fitted_case(case: ServingCase, *, limit_bytes: int | None) -> ServingCase:
     limits = case.limits
     probe = dataclasses.replace(case.engine, num_pages=1 + limits.table_width)
     needs = dataclasses.replace(case, engine=probe).runner().memory_needs()
-    budget = limit_bytes * case.engine.memory_fraction
+    budget = limit_bytes * case.engine.memory_fraction - others_bytes
     pages = fitted_limits(limits, needs, budget_bytes=budget).num_pages
     return dataclasses.replace(case, engine=dataclasses.replace(case.engine, num_pages=pages))
 

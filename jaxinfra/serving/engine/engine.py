@@ -247,9 +247,10 @@ class Engine:
         self._numbers = itertools.count()
         self.runner.release()
 
-    def renew(self, model: LoadedModel) -> None:
-        """Replaces the weights by others of the same model. Compiled programs stay; cached keys and
-        values are dropped. What follows depends on no request before.
+    def renew(self, model: Decoder) -> None:
+        """Replaces the weights by those of ``model``, which has the form of the one before.
+        Compiled programs stay; cached keys and values are dropped. What follows depends on no
+        request before.
 
         Weights that the serving form takes as they are are not copied, so their owner must not free
         them before the requests that follow have ended.
@@ -258,7 +259,7 @@ class Engine:
             ConfigError: requests are running, or the engine drafts with a second model.
         """
         self.release()
-        self.runner.attach(model.serving_decoder())
+        self.runner.attach(model)
 
     def has_room(self, max_running: int, context: int) -> bool:
         """Returns whether ``max_running`` requests of ``context`` tokens each can run at a time."""

@@ -1,0 +1,210 @@
+"""Reinforcement learning on one GPU: the hand-over of weights, the loop, and memory foretold.
+
+``python -m experiments.bench.training.reinforcement`` prints JSON lines:
+
+- ``hand_over``: milliseconds from a step's weights to an engine that may sample with them, of
+  Llama 3.2 1B, and the programs that were compiled meanwhile;
+- ``loop``: steps of GRPO with some layers of Qwen3 4B's shapes, and the same completions and
+  training steps alone. ``share`` is the time of both alone divided by the loop's;
+- ``memory``: the peak of the device, and what ``jaxinfra memory`` foretells.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config import codec
+from jaxinfra.config.finetune import InitConfig, LoraConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.presets import run_preset
+from jaxinfra.config.presets.models import llama3_8b, llama32_1b, qwen3_4b
+from jaxinfra.config.rl import RlConfig
+from jaxinfra.config.run import RunConfig
+from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.diagnostics.memory.rollouts import rollout_memory
+from jaxinfra.reinforcement.rollouts import RolloutBatches
+from jaxinfra.reinforcement.sampler import Sampler
+from jaxinfra.runtime.compile_cache import keep_compiled_programs
+from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit, memory_stats
+from jaxinfra.training.job import Job, make_job
+
+PROMPT = 63  # characters, each a token
+
+
+def tell(part: str, **figures: Any) -> None:
+    """Prints one JSON line."""
+    print(json.dumps({"part": part, **figures}), flush=True)
+
+
+def config_of(
+    model: ModelConfig, place: Path, *settings: str, lora: LoraConfig | None = None, **rl: Any
+) -> RunConfig:
+    """Returns the config of a run that learns from random prompts and no reward."""
+    prompts = place / "prompts.jsonl"
+    lines = ({"prompt": f"{number:>{PROMPT}}"} for number in range(1000))
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    start = dataclasses.replace(run_preset("tiny"), model=model)
+    named = ["data.tokenizer.kind=bytes", "precision.policy=bf16", "optimizer.muon=none"]
+    config = codec.override(start, [*named, *settings])
+    learn = RlConfig(prompts=str(prompts), reward="zero", **rl)
+    init = None if lora is None else InitConfig(path="none", sha256="")
+    config = dataclasses.replace(config, rl=learn, lora=lora, init=init)
+    return codec.normalized(config, RunConfig)
+
+
+def hand_over(place: Path) -> None:
+    """Times ``Sampler.renew`` after steps have changed the weights."""
+    sizes = ("training.batch_size=64", "training.sequence_length=1024")
+    config = config_of(llama32_1b(), place, *sizes, max_new_tokens=512)
+    job = make_job(config)
+    sampler, tree = Sampler(config, bytes_tokenizer()), job.initialize().tree
+    changed = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.0001, tree), donate_argnums=0)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    found = []
+    for _ in range(6):
+        tree = jax.block_until_ready(changed(tree))
+        compiled.clear()
+        began = time.perf_counter()
+        sampler.renew({}, tree)
+        called = time.perf_counter()
+        jax.block_until_ready(jax.live_arrays())
+        ready = time.perf_counter()
+        found.append(((called - began) * 1e3, (ready - began) * 1e3, len(compiled)))
+        sampler.release()
+    tell("hand_over", host_ready_compiled=found)
+
+
+def loop(place: Path, *, layers: int, completions: int, length: int, steps: int) -> None:
+    """Runs the loop, then its two phases alone."""
+    model = dataclasses.replace(
+        qwen3_4b(), stacks=(dataclasses.replace(qwen3_4b().stacks[0], repeats=layers),)
+    )
+    sizes = (
+        f"training.batch_size={completions}",
+        f"training.sequence_length={length + PROMPT}",
+        f"training.accumulation={completions // 8}",
+        "training.remat=full",
+    )
+    config = config_of(
+        model, place, *sizes, group_size=8, max_new_tokens=length, max_running=completions
+    )
+    job = make_job(config)
+    state = job.initialize()
+    tell("loop", parameters=job.model.num_parameters, layers=layers, completions=completions)
+    batches = RolloutBatches(job, RunDirectory(place / "run"), bytes_tokenizer(), say=print)
+    (place / "run").mkdir()
+    whole_s, step_s, record = 0.0, 0.0, {}
+    for step in range(steps):
+        began = time.perf_counter()
+        batches.follow(state)
+        batch = job.put(next(batches))
+        sampled = time.perf_counter()
+        state, _ = jax.block_until_ready(job.train_step(state, batch))
+        whole_s, step_s = time.perf_counter() - began, time.perf_counter() - sampled
+        record = batches.read(step + 1)
+        tell("loop", step=step, seconds=whole_s, step_s=step_s, **record)
+    began = time.perf_counter()
+    state, _ = jax.block_until_ready(job.train_step(state, batch))
+    alone_s = time.perf_counter() - began
+    tokens = completions * record["rl/length"]
+    sampler = batches._episodes._player._sampler  # whose programs are compiled
+    engine_s = _engine_alone_s(sampler, job, state, completions=completions)
+    batches.close()
+    tell(
+        "loop",
+        share=(alone_s + engine_s) / whole_s,
+        engine_alone_s=engine_s,
+        step_alone_s=alone_s,
+        loop_s=whole_s,
+        tokens_per_s=tokens / whole_s,
+    )
+    _compare(config)
+
+
+def _engine_alone_s(sampler: Sampler, job: Job, state: Any, *, completions: int) -> float:
+    """Seconds of the engine for as many completions, with nothing beside it."""
+    contexts = {n: [256, *(48 + n // 8 % 10,) * PROMPT] for n in range(completions)}
+    sampler.renew(job.model.frozen, state.tree)
+    began = time.perf_counter()
+    collections.deque(sampler.sample(contexts, seed=1, is_over=lambda: False), maxlen=0)
+    seconds = time.perf_counter() - began
+    sampler.release()
+    return seconds
+
+
+def _compare(config: RunConfig) -> None:
+    """Tells the peak so far beside what is foretold."""
+    peak = memory_stats(jax.local_devices()[0])["peak_bytes_in_use"]
+    began = time.perf_counter()
+    found = rollout_memory(config, limit_bytes=memory_limit())
+    tell(
+        "memory",
+        peak=peak,
+        foretold=found.bytes,
+        ratio=found.bytes / peak,
+        phases=found.phases,
+        pages=found.pages,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def adapters(place: Path) -> None:
+    """Samples and trains with adapters of Llama 3 8B once, and compares the peak."""
+    sizes = ("training.batch_size=8", "training.sequence_length=1024", "training.remat=full")
+    lora = LoraConfig(rank=16)
+    config = config_of(
+        llama3_8b(), place, *sizes, lora=lora, group_size=8, max_new_tokens=64, max_running=8
+    )
+    job = make_job(config)
+    shapes, places = job.model.frozen, job.frozen_shardings
+    job = job.with_frozen(
+        jax.jit(
+            lambda: jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01, x.dtype), shapes),
+            out_shardings=places,
+        )()
+    )
+    state = job.initialize()
+    batches = RolloutBatches(job, RunDirectory(place / "adapters"), bytes_tokenizer(), say=print)
+    (place / "adapters").mkdir()
+    batches.follow(state)
+    batch = job.put(next(batches))
+    jax.block_until_ready(job.train_step(state, batch))
+    batches.close()
+    _compare(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["hand_over", "loop", "adapters"])
+    parser.add_argument("--layers", type=int, default=12, help="of the 36 of Qwen3 4B")
+    parser.add_argument("--completions", type=int, default=512)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=2)
+    args = parser.parse_args()
+    let_jax_allocate()
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        keep_compiled_programs(place / "programs")
+        for part in args.parts:
+            if part == "hand_over":
+                hand_over(place)
+            elif part == "adapters":
+                adapters(place)
+            else:
+                sizes = {key: getattr(args, key) for key in ("layers", "completions", "length")}
+                loop(place, **sizes, steps=args.steps)
+
+
+if __name__ == "__main__":
+    main()
