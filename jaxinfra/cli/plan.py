@@ -3,6 +3,7 @@
 jaxinfra plan llama3_70b --devices 64 --device h100          search the best mesh
 jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            predict this mesh
 jaxinfra plan llama3_8b --inference --context 4096 --brief   how to serve it, in ten lines
+jaxinfra plan qwen3_4b --rl --length 1088 --batch 512         rollouts and training of GRPO
 jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
 jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule; --pictures DIR draws it
@@ -41,6 +42,7 @@ from jaxinfra.planning.picture import draw_formats, draw_plan, draw_serving
 from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
+from jaxinfra.planning.rollouts import plan_rollouts
 from jaxinfra.planning.search import Found, Question, search
 from jaxinfra.quantize.recipes import DEFAULT_GROUP
 from jaxinfra.runtime.files import read_json, user_cache
@@ -135,6 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=_positive, help="tokens of the whole run, for days and cost")
     add("--dollars", type=_positive, help="price of a GPU per hour")
     add("--inference", action="store_true", help="plan serving instead of training")
+    add("--rl", action="store_true", help="also plan rollouts of reinforcement learning")
     add("--weights", help=f"with --inference: {', '.join(WEIGHTS)} (default: the files', or bf16)")
     add("--group-size", type=_count, metavar="N", help=f"inputs per scale ({DEFAULT_GROUP})")
     add("--cache", default="bf16", help=f"KV cache: {', '.join(CACHE_BITS)} (default: bf16)")
@@ -170,6 +173,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.model == "formats":
         return formats(args)
     model, device = find_model(args.model), _device(args)
+    if args.rl and (args.inference or args.compile is not None):
+        raise ConfigError(
+            "--rl plans rollouts beside the training step; leave --inference and --compile out"
+        )
     if args.inference:
         if args.mesh is not None or args.compile is not None:
             raise ConfigError(
@@ -292,8 +299,11 @@ def _question(args: argparse.Namespace, model: PlannedModel) -> Question:
 def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
     if args.pictures is not None:
         draw_plan(plan, args.pictures, found=found)
+    rollouts = plan_rollouts(plan) if args.rl else None
     if args.json:
         values = plan.as_dict(tokens=args.tokens)
+        if rollouts is not None:
+            values["rollouts"] = rollouts.as_dict()
         if found is not None:
             values["search"] = {
                 "tried": found.tried,
@@ -311,6 +321,8 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
         _print_json(values)
         return 0
     print("\n".join(answer.training_lines(plan, searched=found is not None)))  # unbroken commands
+    if rollouts is not None:
+        print("\n".join(rollouts.lines()))
     if args.brief:
         print("\n".join(answer.brief_lines(plan, [] if found is None else found.runners_up)))
         return 0

@@ -19,8 +19,11 @@ from jaxinfra.planning.inference import (
     prefill,
     ridge,
 )
+from jaxinfra.planning.layout import lay_out
 from jaxinfra.planning.memory import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.model import find_model, plan_model
+from jaxinfra.planning.plan import make_plan
+from jaxinfra.planning.rollouts import plan_rollouts
 
 H200, H100 = find_device("h200"), find_device("h100")
 EIGHT_B = find_model("llama3_8b")
@@ -93,3 +96,18 @@ def test_prefill_is_compute_bound_and_decode_memory_bound():
     assert short is not None
     assert abs(short / ridge(H200) - 1) < 0.1  # 2 bytes and 2 FLOPs a weight
     assert crossover_batch(EIGHT_B, H200, serving, context=8192) is None
+
+
+def test_rollouts_take_turns_with_training():
+    plan = make_plan(find_model("qwen3_4b"), lay_out(batch=64, length=1088, accumulation=8), H200)
+    found = plan_rollouts(plan)
+    one = cached_bytes(plan.model, Serving(), batch=1, context=1088)
+    needs = memory_needs(plan.model, H200, Serving())
+    held = plan.memory.weights + plan.memory.optimizer
+    assert found.running == 64
+    assert found.sampling_bytes == needs.fixed_bytes + held + 64 * one
+    step_s = decode(plan.model, H200, Serving(), batch=64, context=544).seconds
+    assert found.sampling_s == 1088 * step_s
+    assert found.total_s == found.sampling_s + found.scoring_s + plan.time.total_s
+    eight = make_plan(EIGHT_B, lay_out(batch=8, length=8192, accumulation=8), H200)
+    assert not plan_rollouts(eight).fits  # 16 bytes per parameter
