@@ -101,7 +101,7 @@ def _sent(tree: Parameters, wanted: Parameters) -> Parameters:
 
 
 def _converted(tree: Parameters, wanted: Parameters) -> Parameters:
-    """The tree with the dtypes and shardings of ``wanted``; arrays that have them are not copied."""
+    """The tree with dtypes and shardings of ``wanted``; arrays that have them are not copied."""
     leaves, structure = jax.tree.flatten(tree)
     pairs = list(zip(leaves, jax.tree.leaves(wanted), strict=True))
     others = [
