@@ -100,13 +100,14 @@ class Sampler:
             ).serving_definition()
         if self._form is not self.definition:
             tree = serving_parameters(self._form, tree)
-        model = self._form.bind(tree)
         if self._engine is None:
             # All ids may be sampled, those that the tokenizer does not know too: the trainer's
             # probabilities are over all of them.
-            self._engine = Engine(model, tokenizer=self._tokenizer, options=self._options)
+            self._engine = Engine(
+                self._form.bind(tree), tokenizer=self._tokenizer, options=self._options
+            )
         else:
-            self._engine.renew(model)
+            self._engine.renew(tree)
 
     def release(self) -> None:
         """Frees the engine's weights and pages until ``renew``."""

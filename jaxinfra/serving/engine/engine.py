@@ -14,6 +14,7 @@ from flax import nnx
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.definition import Parameters
 from jaxinfra.serving.adapter_bank import AdapterBank, AdapterRow
 from jaxinfra.serving.engine.fit import memory_limit
 from jaxinfra.serving.engine.options import EngineOptions
@@ -247,10 +248,10 @@ class Engine:
         self._numbers = itertools.count()
         self.runner.release()
 
-    def renew(self, model: Decoder) -> None:
-        """Replaces the weights by those of ``model``, which has the form of the one before.
-        Compiled programs stay; cached keys and values are dropped. What follows depends on no
-        request before.
+    def renew(self, parameters: Parameters) -> None:
+        """Replaces the weights by ``parameters``, as ``ModelDefinition.bind`` takes them. Compiled
+        programs stay; cached keys and values are dropped. What follows depends on no request
+        before.
 
         Weights that the serving form takes as they are are not copied, so their owner must not free
         them before the requests that follow have ended.
@@ -259,7 +260,7 @@ class Engine:
             ConfigError: requests are running, or the engine drafts with a second model.
         """
         self.release()
-        self.runner.attach(model)
+        self.runner.renew(parameters)
 
     def has_room(self, max_running: int, context: int) -> bool:
         """Returns whether ``max_running`` requests of ``context`` tokens each can run at a time."""

@@ -14,6 +14,7 @@ from jaxinfra.checkpoint import processes
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.own import OwnLayer
 from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.definition import Parameters, by_path
 from jaxinfra.model.execution import Execution
 from jaxinfra.serving.adapter_bank import AdapterRow
 from jaxinfra.serving.engine import programs
@@ -245,7 +246,15 @@ class ModelRunner:
         Raises:
             JaxRuntimeError: the device has no memory for the pools, which are there on return.
         """
-        weights = _weights(model, draft)
+        self._take(_weights(model, draft))
+
+    def renew(self, parameters: Parameters) -> None:
+        """Takes other weights by their paths, as ``attach`` does; no module is made of them."""
+        structure, found = self._shapes.model.structure, by_path(parameters)
+        arrays = {name: found[_path_of(name)] for name in structure.names}
+        self._take(Weights(model=NamedArrays(arrays=arrays, structure=structure), draft=None))
+
+    def _take(self, weights: Weights) -> None:
         found, expected = jax.tree.leaves(_shapes(weights)), jax.tree.leaves(self._shapes)
         assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
         # Structures are equal only if they are one object; compiled programs know that of shapes.
@@ -503,6 +512,12 @@ def _weights(model: Decoder, draft: Decoder | None) -> Weights:
         model=NamedArrays.of(nnx.split(model)[1]),
         draft=None if draft is None else NamedArrays.of(nnx.split(draft)[1]),
     )
+
+
+def _path_of(name: str) -> str:
+    """The parameter's path of an array that ``NamedArrays`` names; its variable adds ``value``."""
+    head, _, tail = f"{name}/".rpartition("/value/")
+    return f"{head}/{tail}".rstrip("/")
 
 
 def _shapes(arrays: Any) -> Any:
