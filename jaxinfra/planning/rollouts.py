@@ -1,6 +1,6 @@
-"""Prediction of a step of reinforcement learning: what samples, scores and trains, and its memory.
+"""Prediction of a step of reinforcement learning: time of sampling, scoring and training, memory.
 
-Sampling and training take turns on the same devices. While completions are sampled, a device holds
+Sampling and training alternate on the same devices. While completions are sampled, a device holds
 training's weights and optimizer state, the engine's weights in 16 bits and its pages.
 """
 
