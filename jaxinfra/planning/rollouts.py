@@ -1,4 +1,4 @@
-"""Prediction of a step of reinforcement learning: time of sampling, scoring and training, memory.
+"""Prediction of a step of reinforcement learning: sampling, scoring, training, and their memory.
 
 Sampling and training alternate on the same devices. While completions are sampled, a device holds
 training's weights and optimizer state, the engine's weights in 16 bits and its pages.
