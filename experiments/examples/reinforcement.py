@@ -6,8 +6,8 @@ Trains a small model on rows such as "271809>8", whose answer is one of the six 
 Then it learns from a reward alone that the answer is the largest. What to conclude: the reward
 rises from 0.17 to over 0.9, whatever the seed.
 
-With ``--engine-bits 2`` the engine samples with weights rounded to that number of mantissa bits, as an
-inexact engine does; ``--uncorrected`` leaves out the weights that correct for it.
+With ``--engine-bits 2`` the engine samples with weights rounded to that number of mantissa bits, as
+an inexact engine does; ``--uncorrected`` leaves out the weights that correct for it.
 """
 
 import argparse
