@@ -58,7 +58,9 @@ def adapted():
 
 @pytest.fixture(scope="module")
 def bank(adapted):
-    return AdapterBank(names=tuple(adapted), adapters=tuple(each for _, each in adapted.values()))
+    """Both, and a place for one more."""
+    adapters = tuple(each for _, each in adapted.values())
+    return AdapterBank(names=tuple(adapted), adapters=adapters, num_free=1, max_rank=3)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def engine(loaded, bank):
-    return Engine(bank.added_to(loaded), options=OPTIONS, adapters=bank.names, num_ids=257)
+    return Engine.of(loaded, options=OPTIONS, bank=bank)
 
 
 def asked(adapter, prompt=PROMPTS[1], new=6):
@@ -206,24 +208,21 @@ def test_adapters_of_a_model_in_few_bits(bank, loaded):
     assert float(np.abs(want[1] - want[0]).max()) > 0.01
 
 
-def test_an_adapter_is_loaded_and_unloaded_between_requests(loaded, adapted):
-    """Beside one from the start, in its place after it, and without what another one cached."""
-    names = [*adapted]
-    model_of, arrays_of = ({name: adapted[name][part] for name in names} for part in (0, 1))
-    bank = AdapterBank(names=("first",), adapters=(arrays_of["small"],), num_free=1, max_rank=3)
-    engine = Engine.of(loaded, options=OPTIONS, bank=bank)
-    assert engine.adapters == ("first",)
+def test_an_adapter_is_loaded_and_unloaded_between_requests(engine, bank, loaded, adapted):
+    """Beside those from the start, in its place after it, and without what another one cached."""
+    assert engine.adapters == ("small", "lengths")
     with pytest.raises(ConfigError, match="not loaded"):
         engine.check(asked("later"))
     for name in ("lengths", "small", "lengths"):
-        engine.load_adapter("later", bank.rows(loaded, arrays_of[name]))
+        model, arrays = adapted[name]
+        engine.load_adapter("later", bank.rows(loaded, arrays))
         with pytest.raises(ConfigError, match="loaded already"):
             engine.load_adapter("later", {})
-        with pytest.raises(ConfigError, match="all 2 places"):
+        with pytest.raises(ConfigError, match="all 3 places"):
             engine.load_adapter("third", {})
-        got = engine.run([asked("later"), asked("first"), asked(None)])
-        assert drawn(got[0]) == alone(model_of[name])
-        assert drawn(got[1]) == alone(model_of["small"])
+        got = engine.run([asked("later"), asked("small"), asked(None)])
+        assert drawn(got[0]) == alone(model)
+        assert drawn(got[1]) == alone(adapted["small"][0])
         assert drawn(got[2]) == alone(loaded.decoder)
         engine.submit(asked("later"))
         with pytest.raises(ConfigError, match="1 requests of adapter 'later' are open"):
@@ -232,7 +231,7 @@ def test_an_adapter_is_loaded_and_unloaded_between_requests(loaded, adapted):
             engine.step()
         engine.unload_adapter("later")
     with pytest.raises(ConfigError, match="rank 3, more than 2"):
-        dataclasses.replace(bank, max_rank=2).rows(loaded, arrays_of["lengths"])
+        dataclasses.replace(bank, max_rank=2).rows(loaded, adapted["lengths"][1])
 
 
 @pytest.mark.slow
