@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jaxinfra.cli.main import main
 from jaxinfra.faults import damage, deaths, serving, wrong_or_slow
 from jaxinfra.faults.arena import Arena, metrics, state_sums, values
 from jaxinfra.faults.verdict import FAULTS, judge
+from jaxinfra.runtime.cluster import free_port
 from jaxinfra.runtime.recorder import read_records
 
 MODULES = (damage, deaths, serving, wrong_or_slow)  # they enter their faults when imported
@@ -31,9 +33,29 @@ def arena(tmp_path_factory) -> Arena:
     return Arena(tmp_path_factory.mktemp("faults"), options=[], processes=2)
 
 
-def test_two_processes_are_one_with_two_devices_to_the_last_bit(arena):
+@pytest.fixture(scope="module")
+def two(arena) -> Path:
+    """The run of two processes that one launcher or another would start."""
+    run = arena.directory / "two"
+    job = {"JAXINFRA_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXINFRA_NUM_PROCESSES": "2"}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                processes.start(
+                    *(*arena.settings(), "--run", run),
+                    log=arena.directory / f"two{rank}",
+                    environment=job | {"JAXINFRA_PROCESS_ID": str(rank)},
+                )
+            )
+            for rank in range(2)
+        ]
+        ended = [rank.end() for rank in ranks]
+    assert [each.code for each in ended] == [0, 0], ended
+    return run
+
+
+def test_two_processes_are_one_with_two_devices_to_the_last_bit(arena, two):
     """A sum of two numbers has one rounding, whoever adds them: nothing may differ."""
-    two = arena.reference()
     words = [*arena.settings(), "--run", str(arena.directory / "alone")]
     ended = processes.run(*words, log=arena.directory / "alone", environment=TWO_DEVICES)
     assert ended.code == 0, ended
@@ -65,32 +87,30 @@ def test_four_processes_are_one_device(tmp_path):
     assert np.max(np.abs(four - one)) <= 2 * np.max(np.abs(devices - one)) + last_bit
 
 
-def test_the_first_process_alone_writes_the_run(arena):
-    run = arena.reference()
-    names = {path.name for path in run.iterdir()}
+def test_the_first_process_alone_writes_the_run(two):
+    names = {path.name for path in two.iterdir()}
     assert {"summary.json", "metrics.jsonl", "loss.png", "goodput.jsonl", "metrics.prom"} <= names
-    assert {path.name for path in (run / "recorder").glob("*.ring")} == {
+    assert {path.name for path in (two / "recorder").glob("*.ring")} == {
         "rank-00000.ring",
         "rank-00001.ring",
     }
-    steps = [record["step"] for record in metrics(run) if "loss" in record]
+    steps = [record["step"] for record in metrics(two) if "loss" in record]
     assert steps == list(range(1, 13))
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((two / "summary.json").read_text())
     causes = summary["wall_s_by_cause"]
     # Wall time from the start of the process's work to the summary, all of it accounted for.
     assert sum(causes.values()) == pytest.approx(summary["wall_s"], abs=0.5)
     assert 0 < summary["goodput"] < 1
 
 
-def test_every_rank_records_its_program_phases_and_queue(arena, capsys):
-    run = arena.reference()
-    records = read_records(run / "recorder")
+def test_every_rank_records_its_program_phases_and_queue(two, capsys):
+    records = read_records(two / "recorder")
     names = [[event.name for event in record.events] for record in records]
     (program,) = {name for name in names[0] if name.startswith("program ")}
     assert all(seen.count(program) == 1 for seen in names), "the fingerprint, the same on all"
     phases = {"input", "batches ready", "place", "compile", "step", "wait", "evaluate", "save"}
     assert all(phases <= {*seen} for seen in names)
-    assert main(["doctor", "recorder", str(run), "--last", "3"]) == 0
+    assert main(["doctor", "recorder", str(two), "--last", "3"]) == 0
     said = capsys.readouterr().out
     assert "rank 1 on " in said
     assert len(said.splitlines()) == len(records) * (1 + 3)
