@@ -69,7 +69,7 @@ def test_the_run_passes_an_epoch_and_drops_out(whole):
     assert 3100 < sum(line["tokens"] for line in lines if "loss" in line) < 6200
 
 
-@moments(STOPS, 1, 2, 3, 6, 8, 9)
+@moments(STOPS, 1, 2, 3, 5, 6, 8, 9)
 def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path, moments):
     # Tokenized anew: the same text in another place has another key in the cache.
     text = shutil.copytree(bench.text, tmp_path / "text")

@@ -17,7 +17,6 @@ GRID = [
 @pytest.mark.quick_cases(
     "decode-bfloat16",
     "sinks-empty-rows-float32",
-    "bias-of-queries-float32",
     "outliers-float16",
     "everything-bfloat16",
     "mla-bfloat16",

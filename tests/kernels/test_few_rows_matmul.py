@@ -76,7 +76,7 @@ def test_xla_computes_the_formula(case):
         assert_within_rounding(computed(x, w, **wrong), true)
 
 
-@pytest.mark.slow_cases("few rows", "parts of K", "deep, narrow")
+@pytest.mark.slow_cases("few rows", "parts of K", "deep, narrow", "transposed, gated")
 @pytest.mark.parametrize("case", list(SKINNY))
 def test_skinny_kernel_in_the_interpreter(case):
     shape, swiglu, config = SKINNY[case]

@@ -79,6 +79,7 @@ def exact(given, **options):
     return one_by_one(**rounded, **options)
 
 
+@pytest.mark.slow_cases("one document-channels", "one document-space")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
 def test_outputs_and_state(kind, packed):

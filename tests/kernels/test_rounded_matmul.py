@@ -65,6 +65,7 @@ def test_kernels_compute_the_formula(case):
         assert_within_rounding(interpreted(f, a, b, jnp.roll(a_scale, 1), b_scale), want)
 
 
+@pytest.mark.slow_cases("1536")
 @pytest.mark.parametrize("columns", [256, 1536])
 def test_rows_are_rounded_as_the_formula_says(columns):
     rng = np.random.default_rng(0)
@@ -106,6 +107,7 @@ def weight_shapes(K: int, N: int):
     return jax.eval_shape(lambda x: arranged(rounded(x)), whole)
 
 
+@pytest.mark.slow_cases("1x4096x6144", "65x4096x28672")  # of the kernels of the others
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_an_8b_models_products_lower_for_a_gpu(shape):
     M, K, N = shape

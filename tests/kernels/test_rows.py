@@ -23,6 +23,7 @@ SLOW = pytest.mark.slow
 LENGTHS = (32, 64, 96, 256, 1000, 1032, 1216, 3105, 8192, 10240, 27167, 50257, 100422, 131072)
 
 
+@pytest.mark.slow_cases("float16")  # as wide as bfloat16
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 def test_tiles_fit_and_cover_rows(dtype):
     """Of chosen and random lengths; what is refused has sums that no registers hold."""
@@ -107,6 +108,8 @@ LOWERED = [
 
 @pytest.mark.slow_cases(
     "softmax_gradient-4096-bfloat16",
+    "layer_norm_gradient-128-float16",
+    "log_softmax-102440-bfloat16",
     "log_softmax_gradient-214129-bfloat16",
     "rms_norm-80098-bfloat16",
     "layer_norm-48739-bfloat16",

@@ -101,7 +101,7 @@ def _after_a_step(parameters, loss, gradients):
     return loss, norm, first_moment, after
 
 
-@pytest.mark.slow_cases("untied", "capped", "latent")
+@pytest.mark.slow  # by default a mesh is held to the same figures below
 @pytest.mark.parametrize("case", CASES)
 def test_one_device_equals_the_oracle(case):
     _, result = single(case)

@@ -353,6 +353,7 @@ with Watchdog(recorder, directory, num_ranks=2, hang_s=2.0, heartbeat_s=3.0, lau
 """
 
 
+@pytest.mark.slow_cases("halted")  # what is read of such a rank: see above
 @pytest.mark.parametrize("stuck", ["python", "gil", "halted"])
 def test_a_job_that_stands_still_is_ended_with_stacks_and_a_name(tmp_path, stuck):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
