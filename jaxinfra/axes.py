@@ -51,5 +51,4 @@ LAYERS = "layers"  # L: the stacked dim of a scanned block
 BATCH = "batch"  # B
 SEQUENCE = "sequence"  # T, where a layer mixes or projects positions
 STREAM_SEQUENCE = "stream_sequence"  # T, of the residual stream between projections
-KEY_SEQUENCE = "key_sequence"  # S
 STREAM = "stream"  # D, of an activation

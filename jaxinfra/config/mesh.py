@@ -103,11 +103,6 @@ class MeshConfig:
         return f"replica={self.replica} x fsdp={self.fsdp}"
 
     @property
-    def sequence_axes(self) -> str:
-        """Text of the mesh axis that shards sequences, with its size, for messages."""
-        return f"context={self.context}"
-
-    @property
     def sequence_shards(self) -> int:
         """Number of shards of each sequence."""
         return self.context

@@ -104,16 +104,3 @@ def decode_flops(config: ModelConfig, parameters: int, context: int, *, batch: i
             pairs = visible_pairs(1, window=mixer.window, start=context)
             flops += batch * repeats * 2.0 * pairs * wider
     return flops
-
-
-def palm_flops_per_token(
-    config: ModelConfig, *, num_parameters: int, sequence_length: int
-) -> float:
-    """Returns PaLM's FLOPs per token, ``6 N + 12 L H Q T`` (arXiv 2204.02311, appendix B).
-
-    All parameters count, and every query counts as seeing every key. So attention counts at most
-    twice as much as in ``training_flops_per_token``.
-    """
-    mixers = (block.mixer for block in config.layers)
-    widths = (mixer.score_width for mixer in mixers if not isinstance(mixer, RecurrentConfig))
-    return 6.0 * num_parameters + 12.0 * sum(widths) * sequence_length

@@ -20,7 +20,6 @@ from jaxinfra.axes import (
     EXPERTS,
     KV_HEADS,
     LAYERS,
-    Q_HEADS,
     SEQUENCE,
     STREAM,
     STREAM_SEQUENCE,
@@ -97,11 +96,6 @@ class Placement:
     def batch_shards(self) -> int:
         """Number of devices that the compiler shards the batch dim over."""
         return self._count(self.axes(BATCH))
-
-    @property
-    def head_shards(self) -> int:
-        """Number of devices that attention's heads and every layer's matmuls are sharded over."""
-        return self._count(self.axes(Q_HEADS))
 
     @property
     def sequence_shards(self) -> int:

@@ -11,7 +11,7 @@ from experiments.pictures import roofline as picture
 from jaxinfra.config.model import stacked
 from jaxinfra.config.presets import MODELS
 from jaxinfra.model.definition import define_model
-from jaxinfra.model.flops import palm_flops_per_token, training_flops_per_token
+from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import Serving, decode, ridge
@@ -96,6 +96,12 @@ def test_intensity_of_decode_is_about_its_batch():
     assert long.memory_bytes - many.memory_bytes == pytest.approx(
         cache - kv_bytes(model, batch=32, context=128)
     )
+
+
+def palm_flops_per_token(config, *, num_parameters, sequence_length):
+    """PaLM's, 6 N + 12 L H Q T (arXiv 2204.02311, appendix B): every query sees every key."""
+    widths = sum(block.mixer.score_width for block in config.layers)
+    return 6.0 * num_parameters + 12.0 * widths * sequence_length
 
 
 def test_palm_accounting_gives_palms_figures():
