@@ -4,6 +4,7 @@ Each public name is imported at its first use, so that ``import jaxinfra`` costs
 """
 
 import importlib
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -94,133 +95,10 @@ __version__ = "0.1.0"
 
 # Every import within the package runs this file first: importing these here would make the lowest
 # floor load all of those above it.
-_PUBLIC = {
-    "jaxinfra.api.analysis": (
-        "plan",
-        "trace",
-    ),
-    "jaxinfra.api.models": (
-        "GeneratedText",
-        "evaluate",
-        "generate",
-        "save",
-        "start_from",
-    ),
-    "jaxinfra.api.presets": (
-        "PresetInfo",
-        "preset",
-        "presets",
-    ),
-    "jaxinfra.config.codec": ("override",),
-    "jaxinfra.config.customize": ("customize",),
-    "jaxinfra.config.data": (
-        "DataConfig",
-        "TokenizerConfig",
-    ),
-    "jaxinfra.config.files": ("read_run_config",),
-    "jaxinfra.config.finetune": ("LoraConfig",),
-    "jaxinfra.config.mesh": (
-        "MeshConfig",
-        "ShardingConfig",
-        "parse_mesh",
-    ),
-    "jaxinfra.config.mixture": (
-        "MixtureSource",
-        "ValidationSet",
-    ),
-    "jaxinfra.config.model": (
-        "AttentionBesideStateConfig",
-        "BlockConfig",
-        "ExpertsConfig",
-        "GroupedAttentionConfig",
-        "LatentAttentionConfig",
-        "MlpConfig",
-        "ModelConfig",
-        "NormConfig",
-        "QueryScaling",
-        "Stack",
-    ),
-    "jaxinfra.config.optimizer": (
-        "MuonConfig",
-        "OptimizerConfig",
-    ),
-    "jaxinfra.config.own": (
-        "OwnFeedForward",
-        "OwnMixer",
-    ),
-    "jaxinfra.config.precision": ("PrecisionConfig",),
-    "jaxinfra.config.preferences": (
-        "PreferenceConfig",
-        "PreferenceLoss",
-    ),
-    "jaxinfra.config.recurrent": (
-        "GatedDeltaConfig",
-        "NoMixer",
-        "ShortConvolutionConfig",
-        "StateSpaceConfig",
-    ),
-    "jaxinfra.config.rl": (
-        "Algorithm",
-        "JudgeConfig",
-        "RlConfig",
-    ),
-    "jaxinfra.config.rope": ("RopeConfig",),
-    "jaxinfra.config.run": (
-        "CheckpointConfig",
-        "KeptValues",
-        "RunConfig",
-        "TrainingConfig",
-    ),
-    "jaxinfra.data.batch": ("batch_of",),
-    "jaxinfra.errors": (
-        "CheckpointError",
-        "ConfigError",
-        "DataError",
-        "JaxinfraError",
-        "UnsupportedError",
-    ),
-    "jaxinfra.config.parts": ("part",),
-    "jaxinfra.model.passes": (
-        "LayerOutput",
-        "Pass",
-        "Sums",
-    ),
-    "jaxinfra.reinforcement.session": ("rl",),
-    "jaxinfra.serving.convert": (
-        "Conversion",
-        "convert",
-    ),
-    "jaxinfra.serving.harness": ("evaluate_tasks",),
-    "jaxinfra.serving.load": (
-        "LoadedModel",
-        "load",
-        "load_model",
-    ),
-    "jaxinfra.training.metrics": (
-        "Callback",
-        "JsonLinesLogger",
-        "MetricsLogger",
-        "MlflowLogger",
-        "StopTraining",
-        "TensorBoardLogger",
-        "WandbLogger",
-    ),
-    "jaxinfra.training.summary": (
-        "Outcome",
-        "SourceRead",
-        "read_mixture",
-    ),
-    "jaxinfra.training.policy": ("policy_loss",),
-    "jaxinfra.training.preferences": (
-        "PairLoss",
-        "preference_loss",
-    ),
-    "jaxinfra.training.session": ("train",),
-    "jaxinfra.training.steps": ("Steps",),
-}
-"""Public names by the module that has them."""
-
-_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+_PUBLIC_IMPORT = re.compile(r"^    from (\S+) import (\w+) as", re.MULTILINE)
+_SOURCE = __loader__.get_source(__name__)
+_MODULES = {name: module for module, name in _PUBLIC_IMPORT.findall(_SOURCE)}
+"""Module of each public name, by the imports above, which only type checkers run."""
 
 __all__ = ["__version__", *_MODULES]  # pyrefly: ignore
 

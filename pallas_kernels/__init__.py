@@ -70,6 +70,8 @@ _PUBLIC = {
 }
 """Names of functions by the module that has them."""
 
+__all__ = [name for names in _PUBLIC.values() for name in names]  # pyrefly: ignore
+
 
 def _lazily(module: str, name: str) -> property:
     def read(_: types.ModuleType) -> Any:

@@ -167,7 +167,7 @@ class _Wide(argparse.RawDescriptionHelpFormatter):
 
 def public_names(package: types.ModuleType) -> list[str]:
     """The names that a package promises, in the order of the alphabet."""
-    return sorted(name for names in package._PUBLIC.values() for name in names)
+    return sorted(name for name in package.__all__ if name != "__version__")
 
 
 # Chapter of a name, by the module that defines it; the first prefix that fits.
