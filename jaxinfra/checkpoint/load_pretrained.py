@@ -4,11 +4,14 @@ Quantized projections stay packed if all layers store them in one format, as a m
 inputs]. All other quantized weights are dequantized, and a log line says so.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,9 +65,18 @@ class PackedParameter:
         num_leading = self.shapes.data.ndim - 2
         leading, inner = index[:num_leading], index[num_leading:]
         ranges = [range(part.start, part.stop) for part in leading]
-        read = functools.partial(self._read_one, name, inner)
-        found = np.stack([read(at) for at in itertools.product(*ranges)])
-        return found.reshape(*map(len, ranges), *found.shape[1:])
+        shape = tuple(part.stop - part.start for part in index)
+        dtype = np.dtype(self.shapes.parts[name].dtype)
+        found = np.empty((math.prod(map(len, ranges)), *shape[num_leading:]), dtype)
+
+        def read(place: int, at: tuple[int, ...]) -> None:
+            _copy(found[place], self._read_one(name, inner, at))
+
+        # Most of it is transposing matrices, which threads do side by side.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            places, layers = zip(*enumerate(itertools.product(*ranges)), strict=True)
+            collections.deque(pool.map(read, places, layers), maxlen=0)
+        return found.reshape(shape)
 
     def _read_one(self, name: str, index: Index, at: tuple[int, ...]) -> np.ndarray:
         """Reads part ``name`` of one layer, or of one of its experts."""
@@ -86,6 +98,8 @@ class PackedParameter:
                 (groups, blocks), columns_of = index, 1
                 read = _each_zero
         rows = slice(groups.start * rows_of, min(groups.stop * rows_of, whole[0]))
+        if rows_of == whole[0] and self.shapes.order is None:
+            rows = slice(0, math.prod(self.shapes.inputs[1:]))  # the first tells all
         columns = slice(blocks.start * columns_of, min(blocks.stop * columns_of, whole[1]))
         return self._matrix(at, rows, columns, read)[::rows_of, ::columns_of]
 
@@ -168,9 +182,7 @@ def place_packed(
             name: read_shards(
                 part.shape,
                 part.sharding,
-                lambda index, name=name, part=part, packed=packed: packed.read(name, index).astype(
-                    part.dtype
-                ),
+                functools.partial(packed.read, name),
             )
             for name, part in shapes.parts.items()
         }
@@ -264,6 +276,20 @@ def _of_dims(part: slice, sizes: tuple[int, ...]) -> Index:
         raise AssertionError(f"{part} of {sizes}: quantized_shardings cuts the first dim only")
     first = slice(part.start // inner, part.stop // inner)
     return (first, *(slice(0, size) for size in sizes[1:]))
+
+
+_SQUARE = 256  # rows and columns of which the caches of a core hold both copies
+
+
+def _copy(to: np.ndarray, given: np.ndarray) -> None:
+    """Copies an array by squares: three times as fast where it is a transposed matrix of bytes."""
+    if given.ndim != 2:
+        to[...] = given
+        return
+    for row in range(0, given.shape[0], _SQUARE):
+        for column in range(0, given.shape[1], _SQUARE):
+            at = slice(row, row + _SQUARE), slice(column, column + _SQUARE)
+            to[at] = given[at]
 
 
 def _packed_pairs(codes: np.ndarray, group: int) -> np.ndarray:

@@ -43,7 +43,7 @@ class StoredWeight:
         numbers = self.groups()
         of_columns = columns // group if numbers is None else numbers[columns]
         of_rows = rows if of_groups.shape[0] == self.shape[0] else rows // block
-        return of_groups[of_rows[:, None], of_columns[None]]
+        return of_groups[of_rows].take(of_columns, axis=1)
 
     def values(self, index: Index) -> np.ndarray:
         """Dequantizes a slice of the weight to float32: ``(code - zero) * scale``."""

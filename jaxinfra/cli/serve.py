@@ -234,6 +234,8 @@ def _server(args: argparse.Namespace) -> Any:
         api_key=args.api_key,
         open_metrics=args.open_metrics,
         drain_s=args.drain_seconds,
+        # Those that are told to come later have one, too.
+        max_connections=max(1024, 2 * args.max_open * (args.replicas or 1)),
     )
 
 

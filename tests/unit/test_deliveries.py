@@ -4,15 +4,21 @@ import asyncio
 import json
 import random
 import threading
+from unittest import mock
 
 import prometheus_client
 import pytest
 
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.serving.engine.requests import EndReason, RequestProgress, TokenScore
+from jaxinfra.serving.engine.requests import (
+    EndReason,
+    GenerationRequest,
+    RequestProgress,
+    TokenScore,
+)
 from jaxinfra.serving.http.answers import CompletionForm
 from jaxinfra.serving.http.bodies import CompletionBody
-from jaxinfra.serving.http.service import Deliveries, Histogram, Mailbox
+from jaxinfra.serving.http.service import Deliveries, Histogram, Mailbox, Service
 
 _EACH = 2000
 
@@ -81,6 +87,33 @@ def test_a_loop_is_woken_once_for_all_that_came_meanwhile(monkeypatch):
         return once, count, first
 
     assert asyncio.run(wakes()) == (1, 2, [*range(50)])
+
+
+class Told:
+    """An engine's thread that tells of each request's steps when it is submitted."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def submit(self, requests, listen):
+        for place in range(len(requests)):
+            for step in range(1, self.steps + 1):
+                end = EndReason.LENGTH if step == self.steps else None
+                listen(place, RequestProgress(request=place, tokens=(step,), end=end))
+        return requests
+
+
+def test_a_whole_answers_steps_wake_its_task_seldom_and_none_is_lost():
+    async def batches(steps: int, together: int):
+        service = object.__new__(Service)
+        service.engine, service._deliveries = Told(steps), None
+        service.metrics = mock.MagicMock()
+        requests = [GenerationRequest(prompt_ids=(1,), max_new_tokens=steps)] * 2
+        return [each async for each in service.stream(requests, together=together)]
+
+    for together in (1, 4):
+        (came,) = asyncio.run(batches(10, together))
+        assert [p.tokens[0] for place, p in came if place == 1] == [*range(1, 11)]
 
 
 def test_tokens_that_came_at_a_time_are_one_event_of_each_choice():

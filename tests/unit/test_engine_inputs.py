@@ -12,12 +12,14 @@ from flax import nnx
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.config.presets import MODELS
 from jaxinfra.errors import ConfigError
+from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.inputs import RowWriter
 from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits
 from jaxinfra.serving.engine.programs import NamedArrays
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
-from jaxinfra.serving.sampling import GREEDY, SamplingRows
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
+from tests.engine_models import OPTIONS, model
 
 LIMITS = SchedulerLimits(
     num_pages=9,
@@ -82,6 +84,14 @@ def test_a_slot_keeps_nothing_of_who_was_in_it_before():
     assert told(first) == ([2], [1], [[5, 6]], [[-1]])
     assert told(first._replace(pages=(5,), ids=(3,))) == ([2], [1], [[5, 0]], [[3]])
     assert told(a_row(slot=2, adapter=None, pages=(5,))) == ([2], [0], [[5, 0]], [[-1]])
+
+
+def test_settings_of_equal_rows_are_packed_once_for_any_number():
+    runner = Engine(model(), num_ids=257, options=OPTIONS).runner
+    warm = SamplingConfig(temperature=0.5)
+    known = runner._sampling_rows([warm] * 3, 3)
+    assert runner._sampling_rows([warm] * 2, 3) is known
+    assert runner._sampling_rows([warm, GREEDY], 3).temperature_B.tolist() == [0.5, 0.0, 0.0]
 
 
 def test_named_arrays_are_the_state():

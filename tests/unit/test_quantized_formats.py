@@ -179,9 +179,9 @@ def test_packed_shapes_must_agree(tmp_path):
 def test_the_serving_form_multiplies_the_same_weights(case):
     """Queries, keys and values side by side, but where act-order gives each rows of its own."""
     model = load_pretrained(directory(case), keep_packed=True)
-    packed = can_pack(model.parameters)
-    assert packed == (case != "gptq_act")
     definition = model.definition
+    packed = can_pack(model.parameters, definition.config, definition.execution.place)
+    assert packed == (case != "gptq_act")
     execution = execution_on(
         policy=definition.execution.policy, decode_form=DecodeForm(packed=packed)
     )

@@ -2,9 +2,11 @@
 on, and what becomes of requests whose replica ends.
 """
 
+import argparse
 import contextlib
 import http.client
 import json
+import resource
 import socketserver
 import sys
 import threading
@@ -13,10 +15,12 @@ import types
 
 import pytest
 
+from jaxinfra.cli import serve
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine import background
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
+from jaxinfra.serving.http import server
 from jaxinfra.serving.http.guards import RequestGuards
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.replicas import processes
@@ -361,3 +365,15 @@ def test_a_replica_whose_front_has_gone_is_asked_to_stop(monkeypatch):
     monkeypatch.setenv(processes.FRONT, str(2**22 + 1))  # beyond any process's number
     processes.end_with_front()
     assert asked.wait(10)
+
+
+def test_connections_follow_from_open_requests_and_need_files(monkeypatch):
+    parser, given = argparse.ArgumentParser(), []
+    serve.add_arguments(parser)
+    for words, most in ((["m"], 1024), (["m", "--max-open", "3000"], 6000)):
+        assert serve._server(parser.parse_args(words)).max_connections == most
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: given.append(limits))
+    for connections in (500, 2000, 6000):
+        server._let_open(connections)
+    assert given == [(2256, 4096), (4096, 4096)]

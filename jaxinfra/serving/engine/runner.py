@@ -408,9 +408,9 @@ class ModelRunner:
 
     def _sampling_rows(self, configs: Sequence[SamplingConfig], size: int) -> SamplingRows:
         """Returns sampling settings on the device, cached as most steps repeat those of the step
-        before.
+        before; padding has the last row's, so that their number does not matter.
         """
-        padded = (*configs, *[GREEDY] * (size - len(configs)))
+        padded = (*configs, *[configs[-1]] * (size - len(configs)))
         known = self._sampling.get(size)
         if known is None or known[0] != padded:
             rows = SamplingRows.of(padded, num_biases=MOST_BIASES)

@@ -100,6 +100,9 @@ async def _refused(request: fastapi.Request, error: Exception) -> responses.Resp
     return error_response(status, text, kind="invalid_request_error")
 
 
+_TOGETHER = 32  # steps' progress of an answer that is sent whole
+
+
 async def _answer(
     service: Service,
     http: fastapi.Request,
@@ -108,7 +111,7 @@ async def _answer(
     requests: list[GenerationRequest],
 ) -> responses.Response:
     """Generates, and answers at once or as a stream of events, as the body asks."""
-    given = service.stream(requests)
+    given = service.stream(requests, together=1 if body.stream else _TOGETHER)
 
     async def events(first: Sequence[tuple[int, RequestProgress]]) -> AsyncIterator[bytes]:
         async def again():

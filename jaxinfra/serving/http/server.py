@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import resource
 import socket
 import threading
 import time
@@ -40,6 +41,7 @@ class HttpServer:
         self, application: Application, options: ServerOptions, *, drain: Callable[[float], object]
     ):
         self._options = options
+        _let_open(options.max_connections)
         self._socket = _bound(options)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -108,6 +110,18 @@ class _DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await asyncio.to_thread(self._drain, self._drain_s)
         await super().shutdown(sockets)
+
+
+_OTHER_FILES = 256  # that a process has open besides connections
+
+
+def _let_open(connections: int) -> None:
+    """Raises this process's limit on open files, as far as it may, to hold these connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _bound(options: ServerOptions) -> socket.socket:

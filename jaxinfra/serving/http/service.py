@@ -446,18 +446,28 @@ class Service:
         return self._deliveries
 
     async def stream(
-        self, requests: list[GenerationRequest]
+        self, requests: list[GenerationRequest], *, together: int = 1
     ) -> AsyncGenerator[Sequence[tuple[int, RequestProgress]]]:
         """Submits requests to the engine, and yields their indices and progress as it comes.
 
         Closing the generator cancels requests that have not ended. Requests are submitted when the
         first value is read, so OverloadError is raised there.
+
+        Args:
+            together: steps' progress that is yielded at a time, which takes less work, or what
+                there is when a request ends.
         """
         loop = asyncio.get_running_loop()
-        mailbox, deliveries = Mailbox[tuple[int, RequestProgress]](loop), self._deliveries_of(loop)
+        mailbox = Mailbox[list[tuple[int, RequestProgress, float]]](loop)
+        deliveries = self._deliveries_of(loop)
+        held: list[tuple[int, RequestProgress, float]] = []
 
         def listen(place: int, progress: RequestProgress) -> None:
-            deliveries.put(mailbox, (place, progress))
+            nonlocal held
+            held.append((place, progress, time.perf_counter()))
+            if len(held) >= together or progress.end is not None:
+                told, held = held, []
+                deliveries.put(mailbox, told)
 
         begun = time.perf_counter()
         tickets = self.engine.submit(requests, listen)
@@ -465,9 +475,8 @@ class Service:
         drawn = dict.fromkeys(range(len(requests)), 0)
         try:
             while drawn:
-                arrived = await mailbox.take()
-                now = time.perf_counter()
-                for place, progress in arrived:
+                arrived = [*itertools.chain.from_iterable(await mailbox.take())]
+                for place, progress, now in arrived:
                     if progress.tokens:
                         seconds = self.metrics.between_s if place in last else self.metrics.first_s
                         seconds.observe(now - last.get(place, begun))
@@ -477,7 +486,7 @@ class Service:
                         self.metrics.end_s.observe(now - begun)
                         self.metrics.prompt_tokens.observe(len(requests[place].prompt_ids))
                         self.metrics.new_tokens.observe(drawn.pop(place))
-                yield arrived
+                yield [each[:2] for each in arrived]
         finally:
             if drawn:
                 self.engine.cancel([tickets[place] for place in drawn])
