@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from jaxinfra.config.preferences import PreferenceLoss as PreferenceLoss
     from jaxinfra.config.recurrent import GatedDeltaConfig as GatedDeltaConfig
     from jaxinfra.config.recurrent import NoMixer as NoMixer
+    from jaxinfra.config.recurrent import SelectiveScanConfig as SelectiveScanConfig
     from jaxinfra.config.recurrent import ShortConvolutionConfig as ShortConvolutionConfig
     from jaxinfra.config.recurrent import StateSpaceConfig as StateSpaceConfig
     from jaxinfra.config.rl import Algorithm as Algorithm

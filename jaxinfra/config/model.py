@@ -11,6 +11,7 @@ from jaxinfra.config.record import record
 from jaxinfra.config.recurrent import (
     GatedDeltaConfig,
     NoMixer,
+    SelectiveScanConfig,
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
@@ -320,6 +321,7 @@ type MixerConfig = (
     | AttentionBesideStateConfig
     | GatedDeltaConfig
     | StateSpaceConfig
+    | SelectiveScanConfig
     | ShortConvolutionConfig
     | NoMixer
     | OwnMixer

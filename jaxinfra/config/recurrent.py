@@ -221,6 +221,72 @@ class StateSpaceConfig(MatrixStateConfig):
 
 
 @record
+class SelectiveScanConfig(RecurrentConfig):
+    """A state space model whose channels have states of their own (Mamba 1, arXiv 2312.00752).
+
+    Its C and B, which all channels share, are called query and key.
+
+    Examples:
+        >>> mixer = jaxinfra.SelectiveScanConfig(num_channels=5120, state_dim=16, rank=160)
+        >>> mixer.cache.state[0].shape
+        (5120, 16, 1)
+    """
+
+    num_channels: int  # channels, which tensor parallelism divides
+    state_dim: int  # numbers in the state of a channel
+    rank: int  # width that a token's steps are computed from
+    conv_width: int = 4  # taps of the channels' convolution
+    conv_bias: bool = True  # a bias per channel of the convolution
+    bias: bool = False  # biases of the projections from and to the stream
+    # Of RMSNorms of queries, keys and what steps are computed from: Jamba. None: no such norms.
+    norm_epsilon: float | None = None
+    norm_scale: bool = True  # these norms have learned scales; Falcon-Mamba's have none
+
+    def __post_init__(self) -> None:
+        for name in ("num_channels", "state_dim", "rank", "conv_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_within(hidden_dim=self.num_channels, head_dim=self.state_dim)
+
+    @property
+    def num_q_heads(self) -> int:
+        """Number of channels."""
+        return self.num_channels
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query and of a key."""
+        return self.state_dim
+
+    @property
+    def value_width(self) -> int:
+        """Number of channels."""
+        return self.num_channels
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes by name that tensor parallelism divides."""
+        return {"num_channels": self.num_channels}
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs per token of reading the state at the query and of writing it."""
+        return 4.0 * self.num_channels * self.state_dim
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The state: numbers per channel, and the inputs that the convolution still reads."""
+        state = StateArray(
+            name="state",
+            shape=(self.num_channels, self.state_dim, 1),
+            dims=(axes.Q_HEADS, axes.HEAD, None),
+        )
+        return CacheSpec(
+            arrays=(), state=(state, _tail("value", self.conv_width, self.num_channels, 1))
+        )
+
+
+@record
 class ShortConvolutionConfig(RecurrentConfig):
     """A short causal convolution of each channel between two gates: LFM2.
 

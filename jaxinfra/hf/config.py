@@ -28,6 +28,7 @@ from jaxinfra.hf import (
     nemotron_h,
     olmo,
     qwen_next,
+    selective,
     sparse,
     sparse_variants,
     weights,
@@ -284,6 +285,18 @@ FAMILIES = {
         nemotron_h.NEMOTRON_H,
     ),
     "mamba2": Family("Mamba2ForCausalLM", mamba.read_mamba2, mamba.write_mamba2, mamba.MAMBA2),
+    "mamba": Family(
+        "MambaForCausalLM", selective.read_mamba, selective.write_mamba, selective.MAMBA
+    ),
+    "falcon_mamba": Family(
+        "FalconMambaForCausalLM",
+        selective.read_falcon_mamba,
+        selective.write_falcon_mamba,
+        selective.MAMBA,
+    ),
+    "jamba": Family(
+        "JambaForCausalLM", selective.read_jamba, selective.write_jamba, selective.JAMBA
+    ),
 }
 """Readers by ``model_type``, in the order in which an export looks for one that says the model."""
 

@@ -13,16 +13,20 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.weights import Rule, WeightTable, beside, linear, norm, rule
 
+RESCALED = "implementations differ in whether stored weights are scaled by it again"
+"""Reason to refuse what is meant for initial weights alone."""
 LARGEST_STEP = 3e38
 """The upper bound of steps that have none: a finite number, which any JSON may hold."""
-_MAX_POSITIONS = 1 << 20  # states know no positions: as many as a request may have
+MAX_POSITIONS = 1 << 20
+"""Longest text of models whose states know no positions: as long as a request may be."""
 
 
 def read_mamba2(keys: Keys) -> ModelConfig:
     """Reads Mamba 2 (Dao and Gu 2024)."""
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
     keys.ignore("expand", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor")
-    keys.ignore("rescale_prenorm_residual", "residual_in_fp32", "chunk_size", "norm_before_gate")
+    keys.ignore("residual_in_fp32", "chunk_size", "norm_before_gate")
+    keys.expect("rescale_prenorm_residual", (False, None), RESCALED)
     keys.ignore("rms_norm", "intermediate_size")
     width, heads, epsilon = (
         keys.integer("hidden_size"),
@@ -49,7 +53,7 @@ def read_mamba2(keys: Keys) -> ModelConfig:
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         model_dim=width,
-        max_positions=_MAX_POSITIONS,
+        max_positions=MAX_POSITIONS,
         stacks=stacked(block, num_layers=keys.integer("num_hidden_layers")),
         tie_embeddings=keys.flag("tie_word_embeddings", False),
         final_norm=stream,

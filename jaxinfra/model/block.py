@@ -27,6 +27,7 @@ from jaxinfra.config.own import OwnLayer
 from jaxinfra.config.recurrent import (
     GatedDeltaConfig,
     NoMixer,
+    SelectiveScanConfig,
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
@@ -42,6 +43,7 @@ from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass, joined, site_sums
 from jaxinfra.model.projection import Projection
+from jaxinfra.model.selective_scan import SelectiveScan
 from jaxinfra.model.short_convolution import ShortConvolution
 from jaxinfra.model.state_space import StateSpace
 from jaxinfra.numerics.recipe import Site
@@ -56,6 +58,7 @@ LAYERS: dict[type, Callable[..., Any]] = {
     AttentionBesideStateConfig: AttentionBesideState,
     GatedDeltaConfig: GatedDelta,
     StateSpaceConfig: StateSpace,
+    SelectiveScanConfig: SelectiveScan,
     ShortConvolutionConfig: ShortConvolution,
     MlpConfig: Mlp,
     ExpertsConfig: Experts,

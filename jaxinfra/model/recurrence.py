@@ -24,7 +24,6 @@ from jaxinfra.ops.linear_attention import linear_attention, short_convolution
 HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
 """Logical dims of queries, keys and values."""
 _STATE = "state"
-_OPERANDS = ("k", "v", "log_decay", "beta")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +142,15 @@ class TokenOperands:
     v: jax.Array
     log_decay: jax.Array
     beta: jax.Array | None
+    rates: jax.Array | None = None  # of the layer, not of its tokens
+
+    def by_token(self) -> dict[str, jax.Array]:
+        """Returns the operands of a state's new value, with each channel's own decay."""
+        log_decay = self.log_decay
+        if self.rates is not None:
+            log_decay = log_decay[..., None] * self.rates[None, None]
+        held = {"k": self.k, "v": self.v, "log_decay": log_decay, "beta": self.beta}
+        return {name: x for name, x in held.items() if x is not None}
 
 
 def recurred(
@@ -167,8 +175,7 @@ def recurred(
     count_B = jnp.sum(given.positions_BT >= 0, axis=1)
     if cache.is_tentative:
         out, _ = attended(_counted(operands, count_B), before[_STATE], None)
-        held = {name: getattr(operands, name) for name in _OPERANDS}
-        return out, cache.hold({**inputs, **{n: x for n, x in held.items() if x is not None}})
+        return out, cache.hold({**inputs, **operands.by_token()})
     out, state = attended(_counted(operands, count_B), before[_STATE], None)
     return out, cache.write({_STATE: state, **_tails(before, inputs, count_B)})
 
@@ -239,6 +246,7 @@ def _attended(
         operands.v,
         operands.log_decay,
         beta=operands.beta,
+        rates=operands.rates,
         state=state,
         segment_ids=segment_ids_BT,
     )

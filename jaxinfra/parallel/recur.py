@@ -29,6 +29,7 @@ class ShardedRecurrence:
         log_decay: Float[Array, "B T M *H"],
         *,
         beta: Float[Array, "B T M"] | None,
+        rates: Float[Array, "M H"] | None,
         state: Float[Array, "B M H V"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T M V"], Float[Array, "B M H V"]]:
@@ -37,20 +38,25 @@ class ShardedRecurrence:
         heads_spec, numbers_spec = place.spec((*_HEADS, None)), place.spec(_HEADS)
         state_spec = place.spec((axes.BATCH, axes.Q_HEADS, None, None))
 
-        def local(q, k, v, log_decay, beta, state, ids) -> tuple[jax.Array, jax.Array]:
-            return linear_attention(q, k, v, log_decay, beta=beta, state=state, segment_ids=ids)
+        # Channels with rates share one key, which each device has.
+        keys_spec = heads_spec if rates is None else place.spec((axes.BATCH, None, None, None))
+
+        def local(q, k, v, log_decay, beta, rates, state, ids) -> tuple[jax.Array, jax.Array]:
+            more = {"beta": beta, "rates": rates, "state": state, "segment_ids": ids}
+            return linear_attention(q, k, v, log_decay, **more)
 
         return place.on_each_device(
             local,
             in_specs=(
-                heads_spec,
-                heads_spec,
+                keys_spec,
+                keys_spec,
                 heads_spec,
                 heads_spec if log_decay.ndim == 4 else numbers_spec,
                 None if beta is None else numbers_spec,
+                None if rates is None else place.spec((axes.Q_HEADS, None)),
                 None if state is None else state_spec,
                 None if segment_ids is None else place.spec((axes.BATCH, None)),
             ),
             out_specs=(heads_spec, state_spec),
             check_vma=False,  # as of attention: nothing is summed over a mesh axis
-        )(q, k, v, log_decay, beta, state, segment_ids)
+        )(q, k, v, log_decay, beta, rates, state, segment_ids)

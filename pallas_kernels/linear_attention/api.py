@@ -11,6 +11,7 @@ from pallas_kernels.common.errors import InputError
 from pallas_kernels.linear_attention.chunked import chunked
 from pallas_kernels.linear_attention.hopper import delta, gates
 from pallas_kernels.linear_attention.reference import one_token
+from pallas_kernels.linear_attention.selective import selective
 
 
 def linear_attention(
@@ -20,6 +21,7 @@ def linear_attention(
     log_decay: jax.Array,
     *,
     beta: jax.Array | None = None,
+    rates: jax.Array | None = None,
     state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str = "auto",
@@ -36,6 +38,8 @@ def linear_attention(
         v: values, [B, T, M, V] in the dtype of q. Value head m reads key head m N // M.
         log_decay: at most 0; [B, T, M], or [B, T, M, H] for a decay per channel of the keys.
         beta: how far a key's value is replaced, [B, T, M]; None: values are added.
+        rates: factors of log_decay [B, T, M] for each channel of the keys, [M, H]; without a beta
+            (selective state spaces, Gu and Dao 2023). None: decays are as given.
         state: state before the first token, [B, M, H, V]; None: zeros.
         segment_ids: documents of packed rows, int32 [B, T]. A document after the first of a row
             starts from zeros; the first one goes on from ``state``.
@@ -56,7 +60,7 @@ def linear_attention(
         >>> out[0, :, 0, 0]
         Array([1., 2., 3.], dtype=float32)
     """
-    _check(q, k, v, log_decay, beta)
+    _check(q, k, v, log_decay, beta, rates)
     batch, length, _, width = q.shape
     shape = (batch, v.shape[2], width, v.shape[3])
     if state is None:
@@ -69,6 +73,7 @@ def linear_attention(
         lambda: delta.unsupported(q, v, log_decay, beta),
     )  # fmt: skip
     if length == 1 and chosen == "xla":
+        log_decay = log_decay if rates is None else log_decay[..., None] * rates[None, None]
         given = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], None if beta is None else beta[:, 0])
         out_BMV, state = one_token(state.astype(jnp.float32), *given)
         return out_BMV[:, None].astype(v.dtype), state
@@ -76,6 +81,9 @@ def linear_attention(
     if segment_ids is not None:
         begins_BT = segment_ids[:, 1:] != segment_ids[:, :-1]
         document_BT = document_BT.at[:, 1:].set(jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32))
+    if rates is not None:
+        out, state = selective(q, k, v, log_decay, rates, state, document_BT)
+        return out.astype(v.dtype), state
     if chosen == "hopper":
         assert beta is not None, "unsupported"
         return delta.gated_delta(q, k, v, log_decay, beta, state, document_BT)
@@ -84,7 +92,12 @@ def linear_attention(
 
 
 def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    rates: jax.Array | None,
 ) -> None:
     """Raises InputError for arrays that do not fit together."""
     if q.ndim != 4 or q.shape != k.shape or v.ndim != 4 or q.shape[:2] != v.shape[:2]:
@@ -109,3 +122,10 @@ def _check(
         )
     if beta is not None and beta.shape != heads:
         raise InputError(f"beta {beta.shape}: one per value head; give {heads}")
+    if rates is not None and (
+        rates.shape != (v.shape[2], q.shape[3]) or log_decay.ndim != 3 or beta is not None
+    ):
+        raise InputError(
+            f"rates {rates.shape}: one per channel of each value head's keys; give "
+            f"{(v.shape[2], q.shape[3])}, a log_decay of {heads} and no beta"
+        )

@@ -16,7 +16,8 @@ from tests.tolerance import assert_no_worse, assert_within_rounding
 
 # (batch, length, key heads, value heads, key width, value width)
 SHAPE = (2, 150, 2, 4, 16, 8)
-KINDS = ("delta", "channels", "space")
+KINDS = ("delta", "channels", "space", "selective")
+ADDS = ("space", "selective")  # without a beta
 attend = jax.jit(linear_attention)
 
 
@@ -26,14 +27,16 @@ def inputs(kind, shape=SHAPE, dtype=np.float32):
     rng = np.random.default_rng(seeded(2))
     q, k = rng.normal(size=(2, batch, length, num_keys, width))
     v = rng.normal(size=(batch, length, num_values, value_width))
-    if kind != "space":
+    if kind not in ADDS:
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     ends = (width,) if kind == "channels" else ()
     decay = -np.exp(rng.normal(-2.0, 1.5, (batch, length, num_values, *ends)))
-    beta = None if kind == "space" else rng.uniform(0.1, 1.0, (batch, length, num_values))
+    beta = None if kind in ADDS else rng.uniform(0.1, 1.0, (batch, length, num_values))
     state = rng.normal(size=(batch, num_values, width, value_width))
     given = {"q": q, "k": k, "v": v, "log_decay": decay, "state": state}
     given = given if beta is None else given | {"beta": beta}
+    if kind == "selective":
+        given["rates"] = rng.uniform(0.5, 4.0, (num_values, width))
     return {name: np.asarray(x, np.float32).astype(dtype) for name, x in given.items()}
 
 
@@ -45,7 +48,7 @@ def documents(shape=SHAPE):
     return ids
 
 
-def one_by_one(q, k, v, log_decay, state, beta=None, *, segment_ids=None):
+def one_by_one(q, k, v, log_decay, state, beta=None, rates=None, *, segment_ids=None):
     """The formula: outputs and state."""
     groups = v.shape[2] // k.shape[2]
     q, k = np.repeat(q, groups, axis=2), np.repeat(k, groups, axis=2)
@@ -54,7 +57,8 @@ def one_by_one(q, k, v, log_decay, state, beta=None, *, segment_ids=None):
         if segment_ids is not None and t:
             goes_on = segment_ids[:, t] == segment_ids[:, t - 1]
             state = np.where(goes_on[:, None, None, None], state, np.zeros_like(state))
-        decay = np.exp(log_decay[:, t])
+        log = log_decay[:, t] if rates is None else log_decay[:, t][..., None] * rates[None]
+        decay = np.exp(log)
         state = state * (decay[..., None, None] if decay.ndim == 2 else decay[..., None])
         new = v[:, t]
         if beta is not None:
@@ -88,7 +92,7 @@ def test_outputs_and_state(kind, packed):
     assert_within_rounding(got, exact(given, **options), what=kind)
 
 
-@pytest.mark.slow_cases("channels", "space")
+@pytest.mark.slow_cases("channels", "space", "selective")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind):
     """No worse than those of the formula in fp32, its decays as far off as sums of them may be."""
@@ -105,7 +109,8 @@ def test_gradients(kind):
         given = {name: np.asarray(x, dtype) for name, x in given.items()}
         return jax.device_get(jax.jit(jax.grad(loss))(given))
 
-    def formula(q, k, v, log_decay, state, beta=None):
+    def formula(q, k, v, log_decay, state, beta=None, rates=None):
+        log_decay = log_decay if rates is None else log_decay[..., None] * rates[None, None]
         return reference(q, k, v, log_decay, beta, state, jnp.asarray(documents_BT))
 
     def moved():
@@ -120,15 +125,16 @@ def test_gradients(kind):
     assert_no_worse(got, plain=gradient(formula, given), oracle=true, orders=others, what=kind)
 
 
-@pytest.mark.slow_cases("channels", "space")
+@pytest.mark.slow_cases("channels", "space", "selective")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_in_parts_is_the_text(kind):
     """Chunks, several tokens and one token, each from the state before it."""
     given = inputs(kind)
+    whole = {name: given.pop(name) for name in ("rates",) if name in given}
     state, outs = given.pop("state"), []
     for start, stop in ((0, 90), (90, 94), (94, 95), (95, 150)):
         part = {name: x[:, start:stop] for name, x in given.items()}
-        out, state = attend(**part, state=state)
+        out, state = attend(**part, **whole, state=state)
         outs.append(out)
     got = jnp.concatenate(outs, axis=1), state
     assert_within_rounding(got, exact(inputs(kind)), what=kind)
@@ -142,11 +148,12 @@ def test_tokens_that_neither_decay_nor_write_leave_the_state():
     np.testing.assert_array_equal(attend(**given)[1], state)
 
 
-@pytest.mark.slow_cases("channels", "space")
+@pytest.mark.slow_cases("channels", "space", "selective")
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_rounds_operands_only(kind):
     given = inputs(kind, dtype=jnp.bfloat16)
-    given |= {name: given[name].astype(np.float32) for name in ("log_decay", "state")}
+    wide = [name for name in ("log_decay", "state", "rates") if name in given]
+    given |= {name: given[name].astype(np.float32) for name in wide}
     out, state = attend(**given)
     assert (out.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
     true = exact(given)
@@ -195,6 +202,7 @@ def test_the_convolution_is_a_sum_of_taps():
         ({"log_decay": np.ones((2, 150, 4, 8), np.float32)}, "one per value head"),
         ({"beta": np.ones((2, 150, 2), np.float32)}, "beta"),
         ({"state": np.ones((2, 4, 8, 8), np.float32)}, "a matrix per row and value head"),
+        ({"rates": np.ones((4, 16), np.float32)}, "no beta"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, match):

@@ -24,6 +24,7 @@ from jaxinfra.config.recurrent import (
     GatedDeltaConfig,
     NoMixer,
     OutputGate,
+    SelectiveScanConfig,
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
@@ -44,6 +45,9 @@ MIXERS = {
         **HEADS | {"num_key_heads": 8}, channel_decay=True, rank=4, gate=OutputGate.SIGMOID
     ),
     "state_space": StateSpaceConfig(**HEADS, norm_heads=2, bias=True),
+    "selective_scan": SelectiveScanConfig(
+        num_channels=16, state_dim=5, rank=3, bias=True, norm_epsilon=1e-5
+    ),
     "short_convolution": ShortConvolutionConfig(num_heads=4, head_dim=8, bias=True),
 }
 MIXERS["beside_attention"] = AttentionBesideStateConfig(

@@ -21,6 +21,7 @@ from jaxinfra.config.recurrent import (
     GatedDeltaConfig,
     NoMixer,
     OutputGate,
+    SelectiveScanConfig,
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
@@ -44,6 +45,9 @@ MIXERS = {
         conv_width=2,
     ),
     "state_space": StateSpaceConfig(**SIZES, norm_heads=2, bias=True, step_limit=(0.01, 0.5)),
+    "selective_scan": SelectiveScanConfig(
+        num_channels=12, state_dim=5, rank=3, bias=True, norm_epsilon=1e-5
+    ),
     "short_convolution": ShortConvolutionConfig(num_heads=2, head_dim=5, bias=True),
 }
 MIXERS["beside_attention"] = AttentionBesideStateConfig(

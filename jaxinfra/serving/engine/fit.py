@@ -17,7 +17,11 @@ from jaxinfra.config.model import (
     MlpConfig,
     ModelConfig,
 )
-from jaxinfra.config.recurrent import MatrixStateConfig, ShortConvolutionConfig
+from jaxinfra.config.recurrent import (
+    MatrixStateConfig,
+    SelectiveScanConfig,
+    ShortConvolutionConfig,
+)
 from jaxinfra.errors import DeviceMemoryError, is_out_of_memory
 from jaxinfra.serving.engine.plan import SchedulerLimits
 
@@ -226,6 +230,8 @@ def _mixer_width(config: ModelConfig, mixer: MixerConfig) -> int:
             return sum(_mixer_width(config, each) for each in both)
         case ShortConvolutionConfig():
             return 6 * mixer.value_width
+        case SelectiveScanConfig():  # in fp32, with the states of a chunk's positions
+            return 4 * mixer.num_channels * (4 + 3 * mixer.state_dim)
         case MatrixStateConfig():  # in fp32, with what a chunk's positions are to each other
             keys = mixer.num_value_heads * mixer.key_dim
             return 4 * (2 * keys + 2 * mixer.num_value_heads * mixer.value_dim)
