@@ -80,6 +80,8 @@ class GroupedAttentionConfig:
     qk_norm: NormConfig | None = None  # norm of queries and keys: Qwen3
     qk_norm_over: QkNormOver = QkNormOver.HEAD  # elements that the norm takes together
     qk_norm_after_rope: bool = False  # normalize after the rotation: Hunyuan, Llama 4
+    value_norm: NormConfig | None = None  # norm of each head's values: Gemma 4
+    values_are_keys: bool = False  # values are projected by the keys' weight: Gemma 4
     qkv_bias: bool = False  # biases of queries, keys, values
     out_bias: bool = False  # bias of the output projection
     sinks: bool = False  # a learned score per head, in the softmax but without a value: gpt-oss
@@ -421,6 +423,7 @@ class BlockConfig:
     norm_placement: NormPlacement = NormPlacement.PRE  # before each layer, after it, or both
     branches: Branches = Branches.SEQUENTIAL  # what the feed-forward layer reads
     residual_scale: float = 1.0  # multiplies what each layer adds to the stream: Granite
+    stream_scale: bool = False  # a learned number multiplies the stream after the block: Gemma 4
 
     def __post_init__(self) -> None:
         is_parallel = self.branches is not Branches.SEQUENTIAL

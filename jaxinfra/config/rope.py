@@ -79,6 +79,7 @@ class RopeConfig:
     scaling: RopeScaling | None = None  # to longer contexts; None: as trained
     fraction: float = 1.0  # leading fraction of each head's width that is rotated
     pairs: RopePairs = RopePairs.HALVES  # which two elements of a head are rotated together
+    turning: float = 1.0  # leading fraction of these pairs that turn; the others keep 0: Gemma 4
 
     def rotary_dim(self, head_dim: int) -> int:
         """Number of elements of a head that are rotated."""
@@ -95,6 +96,8 @@ def check_rope(rope: RopeConfig, *, head_dim: int) -> None:
             f"rotary embedding of {rotary_dim} of head_dim={head_dim} elements (fraction="
             f"{rope.fraction}): it rotates pairs, so the number must be even, positive, no larger"
         )
+    if not 0.0 < rope.turning <= 1.0:
+        raise ConfigError(f"rope turning={rope.turning} must be above 0, and at most 1")
     scaling = rope.scaling
     if isinstance(scaling, LongRopeScaling):
         for name in ("short_factors", "long_factors"):

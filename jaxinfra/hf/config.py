@@ -15,6 +15,7 @@ from jaxinfra.hf import (
     deepseek,
     falcon_h1,
     gemma,
+    gemma4,
     glm,
     gpt,
     granite,
@@ -94,6 +95,9 @@ FAMILIES = {
     ),
     "gemma": Family("GemmaForCausalLM", gemma.read_gemma, gemma.write_gemma, weights.LLAMA),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3, gemma.write_gemma3, gemma.GEMMA3),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM", gemma4.read_gemma4, gemma4.write_gemma4, gemma4.GEMMA4
+    ),
     "olmo": Family("OlmoForCausalLM", olmo.read_olmo, olmo.write_olmo, weights.LLAMA),
     "olmo2": Family("Olmo2ForCausalLM", olmo.read_olmo2, olmo.write_olmo2, olmo.OLMO2),
     "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3, olmo.write_olmo3, olmo.OLMO2),

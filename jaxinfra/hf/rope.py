@@ -22,6 +22,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import REQUIRED, Keys
 
 _LONGROPE_NAMES = ("longrope", "su")
+_PROPORTIONAL = "proportional"
 
 
 def read_rope(
@@ -86,6 +87,11 @@ def read_ropes_by_type(
             raise ConfigError(f"rope_parameters has no entry {name!r}; add it")
         rope = Keys(entry, what=f"rope_parameters {name}")
         found[name] = _read_values(rope, REQUIRED, 1.0, max_positions, None)
+        if found[name].fraction != 1.0:
+            raise ConfigError(
+                f"rope_parameters {name}: partial_rotary_factor={found[name].fraction}: this "
+                "architecture rotates whole heads"
+            )
     nested.finish(neutral=())
     return found
 
@@ -100,9 +106,12 @@ def _read_values(
             f"original_max_position_embeddings={context} must be at least 1: the positions "
             "that the model was trained with before they were scaled"
         )
+    part = rope.number("partial_rotary_factor", fraction)
+    is_whole = rope.text("rope_type", None) == _PROPORTIONAL
     result = RopeConfig(
         theta=rope.number("rope_theta", theta),
-        fraction=rope.number("partial_rotary_factor", fraction),
+        fraction=1.0 if is_whole else part,
+        turning=part if is_whole else 1.0,
         scaling=_read_scaling(rope, max_positions=max_positions, original=context),
     )
     rope.finish(neutral=())
@@ -114,6 +123,9 @@ def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScali
     name = rope.text("rope_type", older) or "default"
     if name == "default":
         return None
+    if name == _PROPORTIONAL:
+        factor = rope.number("factor", 1.0)
+        return None if factor == 1.0 else LinearScaling(factor=factor)
     if name == "linear":
         return LinearScaling(factor=rope.number("factor"))
     if name == "llama3":
@@ -135,7 +147,7 @@ def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScali
         )
     raise ConfigError(
         f"rope type {name!r} is not supported; "
-        f"known: default, linear, llama3, yarn, {', '.join(_LONGROPE_NAMES)}"
+        f"known: default, linear, llama3, yarn, {_PROPORTIONAL}, {', '.join(_LONGROPE_NAMES)}"
     )
 
 
@@ -181,7 +193,7 @@ def write_ropes_by_type(ropes: Mapping[str, RopeConfig]) -> dict[str, Any]:
     """Writes ``rope_parameters`` with an entry per type of layer."""
 
     def entry(rope: RopeConfig) -> dict[str, Any]:
-        scaling = _write_scaling(rope.scaling) or {"rope_type": "default"}
+        scaling = _write_scaling(rope) or {"rope_type": "default"}
         return scaling | {"rope_theta": rope.theta}
 
     return {"rope_parameters": {name: entry(rope) for name, rope in ropes.items()}}
@@ -189,13 +201,19 @@ def write_ropes_by_type(ropes: Mapping[str, RopeConfig]) -> dict[str, Any]:
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """Writes the keys of a rotary embedding in the older form, which newer readers know too."""
-    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope.scaling)}
+    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope)}
     if rope.fraction != 1.0:
         keys["partial_rotary_factor"] = rope.fraction
     return keys
 
 
-def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def _write_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    scaling = rope.scaling
+    if rope.turning != 1.0:
+        if not isinstance(scaling, LinearScaling | None):
+            raise ConfigError(f"turning={rope.turning} with {type(scaling).__name__}: linear only")
+        factor = {} if scaling is None else {"factor": scaling.factor}
+        return {"rope_type": _PROPORTIONAL, "partial_rotary_factor": rope.turning, **factor}
     match scaling:
         case None:
             return None

@@ -13,6 +13,7 @@ from jaxinfra.errors import ConfigError
 # By ``model_type`` of the whole: that of its text part, where its text_config names another.
 _TEXT_TYPES = {
     "gemma3": None,
+    "gemma4": None,
     "mistral3": None,
     "llama4": None,
     "qwen2_vl": "qwen2",
@@ -26,7 +27,10 @@ _OWN_TYPES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-_OF_IMAGES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*")
+_OTHERS = (
+    "visual|vision_tower|vision_model|multi_modal_projector|embed_vision|audio_tower|embed_audio"
+)
+_OF_IMAGES = re.compile(rf"(model\.)?({_OTHERS})\..*")
 _TEXT = re.compile(r"(?P<root>model\.)?language_model\.(?P<rest>.*)")
 # Of the whole, where it has no text_config of its own.
 _WHOLE_KEYS = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -128,6 +129,8 @@ class Block(nnx.Module):
         self.mlp_abilities = _abilities(config.feed_forward, self.mlp)
         self.attention_post_norm = build() if is_behind and mixes else None
         self.mlp_post_norm = build() if is_behind and feeds else None
+        ones = jnp.ones(1, execution.policy.param)
+        self.stream_scale = nnx.Param(ones, axes=(None,)) if config.stream_scale else None
         labels = []
         for path, module in nnx.iter_modules(self):
             if isinstance(module, Norm | Projection | Mlp):
@@ -184,6 +187,10 @@ class Block(nnx.Module):
     def _output(
         self, x_BTD: jax.Array, outs: Mapping[str, LayerOutput], given: Pass
     ) -> LayerOutput:
+        if self.stream_scale is not None:
+            accum = self.execution.policy.to_accum
+            scale_111 = jnp.expand_dims(accum(self.stream_scale[...]), (0, 1))
+            x_BTD = (accum(x_BTD) * scale_111).astype(x_BTD.dtype)
         sums = functools.reduce(joined, (out.sums for out in outs.values()))
         if self.execution.statistics:
             sites = {"stream": x_BTD} | {name: out.x for name, out in outs.items()}

@@ -57,6 +57,8 @@ def _reasons(block: BlockConfig) -> Iterator[str]:
         yield "distance_slopes"
     if mixer.out_gate:
         yield "out_gate"
+    if mixer.value_norm is not None or block.stream_scale:
+        yield "value_norm or stream_scale"
     if mixer.rope is not None and isinstance(mixer.rope.scaling, LongRopeScaling):
         yield "LongRoPE, whose angles depend on how long a text will be"
 

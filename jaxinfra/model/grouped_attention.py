@@ -16,6 +16,7 @@ from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.model.cache import JointCache, StateCache, TokenCache, with_pages
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.heads import clipped, head_norm, positioned, segments
+from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection, unpacked
 from jaxinfra.ops.cached_attention import append_packed_heads, as_cached
@@ -56,12 +57,12 @@ class GroupedAttention(nnx.Module):
             )
 
         form = execution.decode_form
-        is_packed = form is not None and form.packed
+        is_packed = form is not None and form.packed and not config.values_are_keys
         self.packed = inward(heads + 2 * kv_heads, axes.Q_HEADS) if is_packed else None
         if self.packed is None:
             self.query = inward(heads, axes.Q_HEADS)
             self.key = inward(kv_heads, axes.KV_HEADS)
-            self.value = inward(kv_heads, axes.KV_HEADS)
+            self.value = None if config.values_are_keys else inward(kv_heads, axes.KV_HEADS)
         self.out = Projection(
             "BTNH,NHD->BTD",
             shape=(heads, width, model_dim),
@@ -81,6 +82,11 @@ class GroupedAttention(nnx.Module):
         norm = functools.partial(head_norm, config, execution=execution)
         self.query_norm = norm(num_heads=heads, heads_dim=axes.Q_HEADS)
         self.key_norm = norm(num_heads=kv_heads, heads_dim=axes.KV_HEADS)
+        self.value_norm = (
+            None
+            if config.value_norm is None
+            else Norm(config.value_norm, shape=(width,), dims=(axes.HEAD,), execution=execution)
+        )
         self.out_gate = inward(heads, axes.Q_HEADS) if config.out_gate else None
 
     @property
@@ -109,6 +115,7 @@ class GroupedAttention(nnx.Module):
                 return appended
         q_BTNH, k_BTKH, v_BTKH = self._projected(x_BTD, heads_BTNH)
         v_BTKH = clipped(self.config, v_BTKH)
+        v_BTKH = v_BTKH if self.value_norm is None else self.value_norm(v_BTKH)
         norms = self.query_norm, self.key_norm
         policy = self.execution.policy
         q_BTNH, k_BTKH = positioned(self.config, q_BTNH, k_BTKH, given, norms, policy=policy)
@@ -184,7 +191,9 @@ class GroupedAttention(nnx.Module):
         if heads_BTNH is None:
             assert not isinstance(x_BTD, Deferred), "Block"
             given_BTD = self.query.prepared(x_BTD)
-            return self.query(given_BTD), self.key(given_BTD), self.value(given_BTD)
+            k_BTKH = self.key(given_BTD)
+            v_BTKH = k_BTKH if self.value is None else self.value(given_BTD)
+            return self.query(given_BTD), k_BTKH, v_BTKH
         shards = self.execution.place.shards(axes.Q_HEADS)
         first_key = self.config.num_q_heads // shards
         first_value = first_key + self.config.num_kv_heads // shards

@@ -39,6 +39,7 @@ def rope_frequencies(
     rotary_dim = config.rotary_dim(head_dim)
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     plain = config.theta**-exponents
+    plain[int(config.turning * rotary_dim // 2) :] = 0.0
     match config.scaling:
         case None:
             return plain, 1.0

@@ -324,6 +324,7 @@ def append_packed_heads(
         or pages.tables_BM is None
         or not isinstance(config, GroupedAttentionConfig)
         or config.qk_norm is not None
+        or config.value_norm is not None
         or config.qkv_clip is not None
         or config.query_scaling is not None
         or config.out_gate

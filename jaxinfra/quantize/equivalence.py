@@ -92,9 +92,11 @@ def _weights(layer: str, *names: str) -> tuple[str, ...]:
 
 def _of_grouped(mixer: GroupedAttentionConfig, offset: float) -> list[ScaledInput]:
     gate = ("out_gate",) if mixer.out_gate else ()
-    readers = _weights("attention", "query", "key", "value", *gate)
+    values = () if mixer.values_are_keys else ("value",)
+    readers = _weights("attention", "query", "key", *values, *gate)
     found = [ScaledInput(readers=readers, norm="attention_norm", offset=offset)]
-    if mixer.num_q_heads == mixer.num_kv_heads and mixer.qkv_clip is None:
+    is_linear = mixer.qkv_clip is None and mixer.value_norm is None and values
+    if mixer.num_q_heads == mixer.num_kv_heads and is_linear:
         (out,), (value,) = _weights("attention", "out"), _weights("attention", "value")
         found.append(ScaledInput(readers=(out,), columns=value))
     return found

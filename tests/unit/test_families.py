@@ -212,11 +212,21 @@ def test_older_keys_say_the_same(name):
     assert from_hf_config(older) == from_hf_config(newer)
 
 
+def test_part_of_a_head_that_turns_in_one_type_of_layer_is_refused():
+    values = json.loads(json.dumps(described("gemma3")["config"]))
+    values["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = 0.5
+    with pytest.raises(ConfigError, match="sliding_attention: partial_rotary_factor=0.5"):
+        from_hf_config(values)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value", "said"),
     [
         ("cohere", "use_parallel_block", False, "side by side"),
         ("gemma3", "attn_logit_softcapping", 50.0, "implementations differ"),
+        ("gemma4", "num_kv_shared_layers", 2, "its own keys and values"),
+        ("gemma4", "hidden_size_per_layer_input", 256, "the stream alone"),
+        ("gemma4", "per_layer_config", {"0": {"head_dim": 8}}, "all global layers alike"),
         ("opt", "do_layer_norm_before", False, "OPT-350m"),
         ("opt", "word_embed_proj_dim", 16, "as wide as the model"),
         ("bloom", "apply_residual_connection_post_layernorm", True, "normalized values"),
@@ -320,6 +330,7 @@ def test_other_files_of_the_same_model_are_read(name, renamed, tmp_path):
     ("whole", "inner", "root"),
     [
         ("gemma3", "gemma3", "language_model.model."),
+        ("gemma4", "gemma4", "model.language_model."),
         ("mistral3", "ministral3_odd", "language_model.model."),
         ("qwen2_vl", "qwen2", "model.language_model."),
     ],
