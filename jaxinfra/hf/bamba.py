@@ -18,6 +18,7 @@ def read_bamba(keys: Keys) -> ModelConfig:
     keys.ignore("num_logits_to_keep", "z_loss_coefficient")
     model = decoder_config(
         keys,
+        num_kv_heads=None if keys.has("num_key_value_heads") else 8,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=keys.flag("mlp_bias", False),

@@ -25,6 +25,7 @@ def read_gemma4(keys: Keys) -> ModelConfig:
     Raises:
         ConfigError: layers that share keys and values, inputs per layer, or experts.
     """
+    keys.require("head_dim", "num_key_value_heads", "hidden_size_per_layer_input")
     keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
     keys.expect("num_kv_shared_layers", (0, None), "a layer here has its own keys and values")
     keys.expect("hidden_size_per_layer_input", (0,), "layers here read the stream alone")

@@ -77,6 +77,7 @@ def _attending(keys: Keys, hidden_dim: int) -> ModelConfig:
     norm = NormConfig(epsilon=keys.number("norm_eps"))
     model = decoder_config(
         keys,
+        num_kv_heads=None if keys.has("num_key_value_heads") else 8,
         hidden_dim=hidden_dim,
         norm=norm,
         qk_norm=norm,

@@ -96,6 +96,7 @@ def read_apertus(keys: Keys) -> ModelConfig:
     return decoder_config(
         keys,
         gated=False,
+        default_theta=12e6,
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
@@ -179,14 +180,12 @@ def read_exaone4(keys: Keys) -> ModelConfig:
     """Reads EXAONE 4: norms after each layer only; of layers with and without window, the latter
     are not rotated.
     """
-    keys.require("num_key_value_heads")
+    keys.require("num_key_value_heads", "sliding_window")
     num_layers = keys.integer("num_hidden_layers")
     window = keys.integer("sliding_window", None)
-    types = keys.sequence("layer_types", None)
     keys.ignore("sliding_window_pattern")
-    if types is None and window is not None:
-        keys.require("layer_types")
-    types = [FULL] * num_layers if types is None else types
+    by_default = () if window is not None else ([FULL] * num_layers,)
+    types = keys.sequence("layer_types", *by_default)
     windows = typed_windows(types, window, num_layers=num_layers)
     rope = _rope(keys)
     return decoder_config(

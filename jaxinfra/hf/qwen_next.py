@@ -52,6 +52,7 @@ def read_qwen3_next(keys: Keys) -> ModelConfig:
     routed = read_qwen_experts(
         keys,
         _attending(keys),
+        renormalizes=True,
         shared_hidden_dim=keys.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )

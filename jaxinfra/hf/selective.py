@@ -119,7 +119,9 @@ def read_jamba(keys: Keys) -> ModelConfig:
     keys.expect("mamba_inner_layernorms", (True, None), "all known models have these norms")
     keys.ignore(*LOSSES, "use_mamba_kernels", "use_mambapy", "use_associative_scan")
     keys.ignore("num_logits_to_keep", "calc_logits_for_entire_prompt", "n_ctx")
-    model = decoder_config(keys, has_rope=False)
+    model = decoder_config(
+        keys, has_rope=False, num_kv_heads=None if keys.has("num_key_value_heads") else 8
+    )
     layers = range(model.num_layers)
     num_experts = keys.named("num_experts", "num_local_experts")
     top_k = keys.integer("num_experts_per_tok")

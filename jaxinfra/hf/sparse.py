@@ -166,7 +166,7 @@ def read_qwen2_moe(keys: Keys) -> ModelConfig:
     keys.require("num_key_value_heads")
     if keys.flag("use_sliding_window", False):
         # Releases differ in which layers have windows where none are named.
-        keys.require("layer_types")
+        keys.sequence("layer_types")
     dense = decoder_config(keys, windows=layer_windows(keys), qkv_bias=keys.flag("qkv_bias", True))
     return read_qwen_experts(
         keys,
@@ -193,8 +193,15 @@ def read_qwen3_moe(keys: Keys) -> ModelConfig:
     return read_qwen_experts(keys, dense)
 
 
-def read_qwen_experts(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
-    """Returns the dense model with Qwen's experts in the layers that have them."""
+def read_qwen_experts(
+    keys: Keys, dense: ModelConfig, *, renormalizes: bool = False, **shared: Any
+) -> ModelConfig:
+    """Returns the dense model with Qwen's experts in the layers that have them.
+
+    Args:
+        renormalizes: default of ``norm_topk_prob``.
+        shared: fields of ``ExpertsConfig`` about shared experts.
+    """
     keys.ignore(*LOSSES)
     dense_only = set(keys.sequence("mlp_only_layers", ()))
     stride = keys.integer("decoder_sparse_step", 1)
@@ -208,7 +215,7 @@ def read_qwen_experts(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelCon
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=keys.integer("moe_intermediate_size"),
         kind=mlp_kind(dense),
-        routing=RoutingConfig(renormalize=keys.flag("norm_topk_prob", False)),
+        routing=RoutingConfig(renormalize=keys.flag("norm_topk_prob", renormalizes)),
         **shared,
     )
     return routed(

@@ -212,10 +212,36 @@ def test_older_keys_say_the_same(name):
     assert from_hf_config(older) == from_hf_config(newer)
 
 
+def test_missing_keys_have_the_defaults_of_the_reference():
+    values = described("qwen3_next_odd")["config"]
+    short = {key: value for key, value in values.items() if key != "norm_topk_prob"}
+    assert from_hf_config(short) == from_hf_config(values | {"norm_topk_prob": True})
+    values, scaling = described("apertus")["config"], {"rope_type": "linear", "factor": 2.0}
+    ropes = [{"rope_parameters": scaling | more} for more in ({}, {"rope_theta": 12e6})]
+    assert from_hf_config(values | ropes[0]) == from_hf_config(values | ropes[1])
+    values = described("jamba")["config"] | {"num_attention_heads": 16, "hidden_size": 64}
+    short = {key: value for key, value in values.items() if key != "num_key_value_heads"}
+    assert from_hf_config(short) == from_hf_config(values | {"num_key_value_heads": 8})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("exaone4", "sliding_window"),
+        ("gemma4", "head_dim"),
+        ("gemma4", "hidden_size_per_layer_input"),
+    ],
+)
+def test_keys_without_one_default_are_required(name, key):
+    values = {k: value for k, value in described(name)["config"].items() if k != key}
+    with pytest.raises(ConfigError, match=key):
+        from_hf_config(values)
+
+
 def test_part_of_a_head_that_turns_in_one_type_of_layer_is_refused():
     values = json.loads(json.dumps(described("gemma3")["config"]))
     values["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = 0.5
-    with pytest.raises(ConfigError, match="sliding_attention: partial_rotary_factor=0.5"):
+    with pytest.raises(ConfigError, match=r"sliding_attention: partial_rotary_factor=0\.5"):
         from_hf_config(values)
 
 
@@ -243,6 +269,7 @@ def test_part_of_a_head_that_turns_in_one_type_of_layer_is_refused():
         ("olmo2", "clip_qkv", 8.0, "unknown keys"),
         ("granite", "residual_multiplier", 0.0, "positive"),
         ("exaone4", "layer_types", ["chunked_attention"] * 4, "not supported"),
+        ("exaone4", "layer_types", None, "layer_types"),
         ("ernie4_5_moe", "use_bias", True, "implementations differ"),
         ("hunyuan_moe", "moe_topk", [1, 2], "alike"),
         ("ministral3", "attention_bias", True, "no such bias"),
