@@ -22,8 +22,8 @@ from jaxinfra.config.rope import (
 )
 from jaxinfra.numerics.exact import pinned, rounded
 
-type RopeTable = tuple[Float[Array, "_ T R"], Float[Array, "_ T R"]]
-"""cos and sin of every position's angles, fp32 [B, T, R]."""
+type RopeTable = tuple[Float[Array, "_ T _"], Float[Array, "_ T _"]]
+"""cos and sin of every position's angles, fp32 [B, T, R], where layers' heads may differ in R."""
 
 
 def rope_frequencies(

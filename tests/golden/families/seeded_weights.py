@@ -21,6 +21,7 @@ def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
     is_norm = "norm" in name or ".ln" in name or "layer_norm" in name
     if len(shape) == 1 or is_norm:
         start = 0.6 if is_norm and name.endswith("weight") else 0.0
+        start = 1.0 if name.endswith("layer_scalar") else start  # Gemma 4's multiplier of streams
         values = start + 0.3 * noise
     elif any(each in name for each in _TABLES):
         values = 0.3 * noise
