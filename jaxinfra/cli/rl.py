@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint.hub import model_name, model_path
+from jaxinfra.cli.train import add_set_argument
 from jaxinfra.config import codec
 from jaxinfra.config.files import read_run_config
 from jaxinfra.config.finetune import LoraConfig
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reward",
         metavar="NAME",
-        help="exact_match, pattern, math_equal, unit_tests, or module:function (rl.reward)",
+        help="exact_match, pattern, math_equal, unit_tests, zero, or module:function (rl.reward)",
     )
     parser.add_argument(
         "--algorithm",
@@ -58,13 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run", type=local_path, metavar="DIR", help="new run directory (default: runs/NAME-N)"
     )
     parser.add_argument("--cache", type=Path, help="directory of compiled programs")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="any setting of config.json, such as rl.kl=0.04",
-    )
+    add_set_argument(parser, example="rl.kl=0.04")
 
 
 def run(args: argparse.Namespace) -> int:

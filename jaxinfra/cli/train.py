@@ -123,6 +123,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_set_argument(parser: argparse._ActionsContainer, *, example: str) -> None:
+    """Declares ``--set``."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help=f"any setting of config.json, such as {example}",
+    )
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     settings = parser.add_argument_group("settings of the run (default: the preset's)")
     settings.add_argument("--mesh", metavar="AXES", help="mesh of devices: fsdp=4,tensor=2")
@@ -133,13 +144,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             help=f"{text} ({path})",
         )
     add_template_argument(settings)
-    settings.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="any setting of config.json, such as optimizer.clip_norm=none",
-    )
+    add_set_argument(settings, example="optimizer.clip_norm=none")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,8 @@
-"""Rewards of completions, computed in worker processes with limits of time and memory."""
+"""Rewards of completions, computed in worker processes with limits of time and memory.
+
+A worker is ``python -m jaxinfra.reinforcement.rewards CONFIG``: one JSON object per line in, one
+out. It imports no JAX.
+"""
 
 import concurrent.futures
 import contextlib
@@ -7,6 +11,7 @@ import enum
 import json
 import math
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -18,7 +23,8 @@ from typing import Any, Self, final
 
 from jaxinfra.config import codec
 from jaxinfra.config.rl import RlConfig
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, JaxinfraError
+from jaxinfra.reinforcement.ready import find_reward
 from jaxinfra.runtime.files import is_of_type
 
 _START_S = 300.0  # the longest that the modules of a reward may take to be imported
@@ -108,7 +114,7 @@ class _Worker:
         """Returns the running process; raises ConfigError if it does not find the reward."""
         if self._process is not None:
             return self._process
-        module, config = "jaxinfra.reinforcement.worker", codec.to_dict(self._config)
+        module, config = "jaxinfra.reinforcement.rewards", codec.to_dict(self._config)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(config)],
             stdin=subprocess.PIPE,
@@ -185,3 +191,39 @@ class _Worker:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):  # what it has not read is of no use
                 pipe.close()
+
+
+def main() -> None:
+    """Answers requests of a pool until the standard input ends."""
+    config = codec.from_dict(RlConfig, json.loads(sys.argv[1]))
+    memory_bytes = int(config.reward_memory_gib * 2**30)
+    # What the function prints or reads must not come between requests and answers.
+    requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+    def answer(**values: object) -> None:
+        answers.write(json.dumps(values) + "\n")
+
+    try:
+        reward = find_reward(config)
+    except JaxinfraError as error:
+        answer(refused=str(error))
+        return
+    answer(ready=True)
+    for line in requests:
+        asked = json.loads(line)
+        try:
+            value = reward(asked["completion"], prompt=asked["prompt"], row=asked["row"])
+            if isinstance(value, str | list):
+                answer(reply=value)
+            else:
+                answer(reward=float(value))
+        except Exception as error:
+            answer(raised=f"{type(error).__name__}: {error}"[:500])
+
+
+if __name__ == "__main__":
+    main()

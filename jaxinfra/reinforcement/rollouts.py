@@ -24,17 +24,16 @@ from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import sample_ids
 from jaxinfra.errors import DataError
 from jaxinfra.reinforcement.advantages import (
+    Critic,
     advantages,
     has_equal_rewards,
     importance,
     overlong_penalty,
     token_shares,
 )
-from jaxinfra.reinforcement.critic import Critic
-from jaxinfra.reinforcement.episodes import Episodes
+from jaxinfra.reinforcement.episodes import Episodes, Trajectory
 from jaxinfra.reinforcement.frozen import FrozenModel
 from jaxinfra.reinforcement.rewards import Failure
-from jaxinfra.reinforcement.turns import Trajectory
 from jaxinfra.training.job import Job
 from jaxinfra.training.own_data import OwnTexts, PolicyBatches, PolicyData, configured_tokenizer
 from jaxinfra.training.state import State

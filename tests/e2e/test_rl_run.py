@@ -1,5 +1,6 @@
 """Runs of reinforcement learning from a trained run: killed, resumed, and of one's own parts."""
 
+import dataclasses
 import inspect
 import json
 import os
@@ -11,10 +12,12 @@ from pathlib import Path
 import own_losses
 import own_rewards
 import pytest
+import small_run
 from e2e.processes import start as running_process
 from e2e.runs import assert_same_run, checkpoints, killed_at_the_second_save, metrics
 
 import jaxinfra
+from jaxinfra.config.rl import RlConfig
 from jaxinfra.reinforcement import sampler
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -187,3 +190,19 @@ def test_an_own_algorithm_of_forty_lines_learns(bench, start, monkeypatch):
     assert {each["rl/engine_difference_max"] for each in records} == {0.0}
     rewards = [each["rl/reward"] for each in records if "rl/reward" in each]
     assert sum(rewards[-10:]) > 2 * sum(rewards[:10])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_comes_nearer_to_its_teacher(bench, start):
+    """A random model to another one, whose probabilities are all that it learns from."""
+    learn = RlConfig(prompts=str(bench / "p.jsonl"), reward="zero", group_size=1, max_new_tokens=6)
+    sizes = ["training.batch_size=16", "training.sequence_length=16", "training.steps=1"]
+    teacher = small_run.config_of(*sizes, "model.init_std=0.3", "training.seed=5")
+    jaxinfra.rl(dataclasses.replace(teacher, rl=learn), bench / "teacher")
+    steps = ["training.steps=60", "optimizer.learning_rate=1e-2", "optimizer.weight_decay=0"]
+    student = small_run.config_of(*sizes, *steps)
+    distilled = dataclasses.replace(learn, algorithm="distill", teacher=str(bench / "teacher"))
+    jaxinfra.rl(dataclasses.replace(student, rl=distilled), bench / "student")
+    divergence = [each["rl/teacher_kl"] for each in metrics(bench / "student")]
+    assert sum(divergence[-10:]) < 0.8 * sum(divergence[:10])

@@ -14,9 +14,11 @@ from jaxinfra.config import codec
 from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.diagnostics.memory.rollouts import rollout_memory
 from jaxinfra.errors import ConfigError
 from jaxinfra.reinforcement.handover import Handover, engine_placement
 from jaxinfra.reinforcement.sampler import Sampler
+from jaxinfra.serving.engine.fit import device_bytes, temporary_bytes
 from jaxinfra.training.job import make_job
 
 OWN = {"engine_mesh": "tensor=2", "engine_devices": "own", "overlap": True}
@@ -107,3 +109,43 @@ def test_runs_learn_on_several_devices(four_devices, tmp_path, mesh, rl):
 def test_devices_that_are_not_there_are_named(four_devices):
     with pytest.raises(ConfigError, match="needs 4 devices, and training leaves 2 of 4"):
         engine_placement(config_of("mesh.fsdp=2", **OWN | {"engine_mesh": "tensor=4"}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("mesh", "rl"),
+    [
+        ("precision.policy=bf16", {"kl": 0.1}),
+        ("mesh.fsdp=4", {"engine_mesh": "replica=2,tensor=2"}),
+        ("mesh.fsdp=4", {}),
+    ],
+)
+def test_memory_of_sampling_is_foretold(four_devices, mesh, rl):
+    """Against the arrays that are there, and the compiled program that needs most beside them."""
+    config = config_of(mesh, **rl)
+    found = rollout_memory(config, limit_bytes=None)
+    gc.collect()
+    before = {id(each) for each in jax.live_arrays()}
+    job = make_job(config)
+    state = job.initialize()
+    reference = job.initialize().tree if "kl" in rl else None
+    sampler = Sampler(config, bytes_tokenizer())
+    sampler.renew({}, state.tree)
+    engine = sampler._engine
+    assert engine is not None
+    held = {
+        (shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for each in jax.live_arrays()
+        if id(each) not in before
+        for shard in each.addressable_shards
+    }
+    on_first = sum(size for (device, _), size in held.items() if device == four_devices[0])
+    beside = max(
+        temporary_bytes(engine.runner.lowered(key).compile())
+        for key in engine.runner.keys
+        if key.name in ("step", "score", "verify")
+    )
+    assert found.phases["sampling"] == pytest.approx(on_first + beside, rel=0.03)
+    assert found.phases["training"] > device_bytes(jax.tree.leaves(job.abstract_state()))
+    del reference

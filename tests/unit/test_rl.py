@@ -35,15 +35,15 @@ from jaxinfra.data.batch import Batch, Rollout
 from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.reinforcement import turns
+from jaxinfra.reinforcement import episodes
 from jaxinfra.reinforcement.advantages import (
     advantages,
+    advantages_and_returns,
     has_equal_rewards,
     importance,
     overlong_penalty,
     token_shares,
 )
-from jaxinfra.reinforcement.critic import advantages_and_returns
 from jaxinfra.reinforcement.prompts import Prompt, prompts_of, read_prompts
 from jaxinfra.reinforcement.ready import exact_match, find_reward, math_equal, pattern, unit_tests
 from jaxinfra.reinforcement.rewards import Failure, RewardPool
@@ -402,7 +402,7 @@ class Scripted:
 
 
 def test_turns_follow_replies_whose_tokens_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "Sampler", Scripted)
+    monkeypatch.setattr(episodes, "Sampler", Scripted)
     lines = [{"prompt": each} for each in ("a", "b", "c", "d")]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     reward = part_name(own_rewards.answering)
@@ -410,7 +410,7 @@ def test_turns_follow_replies_whose_tokens_do_not_count(tmp_path, monkeypatch):
     config = dataclasses.replace(small_run.config_of("training.sequence_length=24"), rl=rl)
     tokenizer = bytes_tokenizer()
     prompts = read_prompts(str(tmp_path), config, tokenizer)
-    player = turns.Player(config, tokenizer, is_over=lambda: False)
+    player = episodes.Player(config, tokenizer, is_over=lambda: False)
     try:
         played = player.play(prompts, seed=3, number=5)
     finally:
