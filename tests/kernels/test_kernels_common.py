@@ -83,7 +83,7 @@ rows = st.builds(
     st.lists(rows, max_size=5, unique_by=lambda row: json.dumps([row.case, row.choice]))
 )
 @hypothesis.settings(
-    max_examples=10,  # each writes three files to the disk
+    max_examples=5,  # each writes three files to the disk
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 def test_tables_survive_a_file(tmp_path, some_rows):
