@@ -231,11 +231,14 @@ def _served(args: argparse.Namespace) -> tuple[ModelConfig, Policy, Parameters |
 
 
 def _of_engine(args: argparse.Namespace, limit: int | None) -> _Found:
-    model, policy, weights = _served(args)
+    (model, policy, weights), engine = _served(args), engine_options(args)
+    if model.mtp and not engine.num_drafts:
+        model = dataclasses.replace(model, mtp=False)
+        weights = weights and {name: each for name, each in weights.items() if name != "mtp"}
     case = ServingCase(
         model=model,
         policy=policy,
-        engine=engine_options(args),
+        engine=engine,
         cache=CacheFormat(args.cache_format),
         mesh=parse_mesh(args.mesh or ""),
         is_unrolled=jax.default_backend() == "gpu",

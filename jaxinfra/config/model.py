@@ -4,8 +4,9 @@ import dataclasses
 
 from jaxinfra import axes
 from jaxinfra.config.cache import CachedArray, CacheSpec
-from jaxinfra.config.kinds import Branches, Head, MlpKind, NormKind, NormPlacement, QkNormOver
+from jaxinfra.config.kinds import Branches, Head, MlpKind, NormPlacement, QkNormOver
 from jaxinfra.config.limits import require_within
+from jaxinfra.config.norm import NormConfig as NormConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.record import record
 from jaxinfra.config.recurrent import (
@@ -18,28 +19,6 @@ from jaxinfra.config.recurrent import (
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.errors import ConfigError, UnsupportedError
-
-
-@record
-class NormConfig:
-    """A normalization layer.
-
-    Examples:
-        >>> norm = jaxinfra.NormConfig(kind="layer", bias=True)  # GPT-2's
-    """
-
-    kind: NormKind = NormKind.RMS  # root mean square, or layer norm
-    epsilon: float = 1e-5  # added to the mean square or variance
-    bias: bool = False  # a learned bias beside the scale
-    scale: bool = True  # a learned scale; OLMo 1 and the norm of Llama 4's heads have none
-    scale_offset: float = 0.0  # Gemma multiplies by (1 + scale): 1.0
-    function: str | None = None  # your own norm by name (jaxinfra.part): (x, epsilon) -> x
-
-    def __post_init__(self) -> None:
-        if self.epsilon <= 0.0:
-            raise ConfigError(f"norm epsilon={self.epsilon} must be positive: zeros divide by it")
-        if not self.scale and self.bias:
-            raise ConfigError("a norm with bias and without scale: no layer here has one")
 
 
 @record
@@ -515,6 +494,10 @@ class ModelConfig:
     # Weights are sampled from N(0, init_std); projections back into the residual stream from
     # N(0, init_std / sqrt(2 num_layers)), so that its variance does not grow with depth (GPT-2).
     init_std: float = 0.02
+    # A module after the layers, of a block like the last that attends, predicts the token after the
+    # next one (multi-token prediction, DeepSeek-V3, section 2.2): an engine drafts with it.
+    mtp: bool = False
+    mtp_weight: float = 0.3  # of that prediction's loss in training
 
     def __post_init__(self) -> None:
         if not self.stacks:
@@ -535,6 +518,8 @@ class ModelConfig:
         _check_cap(self.logit_soft_cap)
         if self.logit_scale <= 0.0:
             raise ConfigError(f"logit_scale={self.logit_scale} must be positive")
+        if self.mtp_weight < 0.0 or (self.mtp and self.head is Head.SCORE):
+            raise ConfigError(f"mtp_weight={self.mtp_weight} below 0, or mtp with head=score")
         if self.position_offset < 0 or (self.position_offset and not self.learned_positions):
             raise ConfigError(
                 f"position_offset={self.position_offset}: rows of a learned table before the first "
@@ -560,6 +545,19 @@ class ModelConfig:
         in parameter paths.
         """
         return tuple(block for stack in self.stacks for block in stack.pattern)
+
+    @property
+    def mtp_part(self) -> "ModelConfig":
+        """A model of the one layer that the multi-token prediction module has.
+
+        Raises:
+            ConfigError: no layer of this model attends and keeps no state.
+        """
+        for block in reversed(self.blocks):
+            if not isinstance(block.mixer, NoMixer) and not block.mixer.cache.state:
+                stack = Stack(pattern=(block,), repeats=1)
+                return dataclasses.replace(self, stacks=(stack,), mtp=False)
+        raise ConfigError("mtp=true: no layer of this model attends, and the module's is like it")
 
     @property
     def repeats(self) -> tuple[int, ...]:

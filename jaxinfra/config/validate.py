@@ -353,6 +353,11 @@ def _validate_context(run: RunConfig) -> None:
             f"context={mesh.context} with {', '.join(sorted(recurrent))}: a device would need the "
             "state after the parts of the sequence on the devices before it; use fsdp and tensor"
         )
+    if run.model.mtp:
+        raise ConfigError(
+            f"context={mesh.context} with model.mtp: its loss needs the token after next, which "
+            "another device may have; use fsdp and tensor, or set model.mtp=false"
+        )
     _validate_context_of_latents(run)
     mixers = [block.mixer for block in run.model.blocks]
     if any(isinstance(each, GroupedAttentionConfig) and each.sinks for each in mixers):
@@ -418,6 +423,11 @@ def _refused_by_stages(run: RunConfig) -> Iterator[str]:
         yield (
             f"{len(run.model.stacks)} stacks of layers {pipe}: stages share out the repetitions of "
             "one; use fsdp and tensor instead"
+        )
+    if run.model.mtp:
+        yield (
+            f"model.mtp {pipe}: stages share out the model's layers, and the last one's loss is of "
+            "the next token alone; use fsdp and tensor, or set model.mtp=false"
         )
     if training.remat in (Remat.OPTIMAL, Remat.CHOSEN):
         yield (

@@ -30,6 +30,7 @@ from jaxinfra.model.empty_cache import empty_cache
 from jaxinfra.model.exactness import check_exact
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
+from jaxinfra.model.mtp import MultiTokenPrediction, without_extras
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import LayerOutput, Pass
 from jaxinfra.model.recomputation import check_kept, repeats_in_body, steps_of_stack
@@ -112,12 +113,24 @@ class Decoder(nnx.Module):
             if config.logit_bias and not is_scored
             else None
         )
+        self.mtp = self._prediction(rngs) if config.mtp else None
+
+    def _prediction(self, rngs: nnx.Rngs) -> MultiTokenPrediction:
+        part, execution = self.config.mtp_part, without_extras(self.execution)
+        block = self._stacked(part.blocks[0], 1, execution, rngs)
+        return MultiTokenPrediction(part, block, execution=execution, rngs=rngs)
 
     def _stack(self, i: int, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> Block:
         config, execution = self.config, self.execution
         if not any(kind for (kind,) in in_eight_bits(config, execution.policy, slice(i, i + 1))):
             # Nothing of 8 bits, their histories neither.
             execution = dataclasses.replace(execution, policy=unquantized(execution.policy))
+        return self._stacked(block, repeats, execution, rngs)
+
+    def _stacked(
+        self, block: BlockConfig, repeats: int, execution: Execution, rngs: nnx.Rngs
+    ) -> Block:
+        config = self.config
         build = functools.partial(
             Block,
             block,
@@ -270,6 +283,34 @@ class Decoder(nnx.Module):
             behind=handed_on,
         )
 
+    def predict(
+        self,
+        hidden_BTD: Float[Array, "B T D"],
+        next_ids: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+        contexts: Int[Array, "B"] | None = None,
+    ) -> LayerOutput:
+        """Computes hidden states whose logits predict the token after each of ``next_ids``.
+
+        Args:
+            hidden_BTD: x of ``run``, or of this method at the position before.
+            next_ids: the token after each position.
+            positions, segment_ids, contexts: of ``hidden_BTD``, as in ``run``.
+            cache: of the module's one layer.
+        """
+        assert self.mtp is not None, "ModelConfig.mtp"
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(next_ids.shape[1])[None], next_ids.shape)
+        (rope,) = self._rope_tables(self.mtp.part.blocks, positions, contexts)
+        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids, rope=rope)
+        with jax.named_scope("mtp"):
+            embedded_BTD = self.embed(next_ids, positions, None)
+            out = self.mtp(hidden_BTD, embedded_BTD, given, cache)
+        return dataclasses.replace(out, x=self._scaled(out.x))
+
     def _dropout_keys(
         self, key: jax.Array | None
     ) -> tuple[jax.Array | None, list[jax.Array | None]]:
@@ -375,10 +416,12 @@ class Decoder(nnx.Module):
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
         """Applies the final norm, and the scale of logits, to the last block's output."""
         with jax.named_scope("final_norm"):
-            hidden_BTD = self.final_norm(x_BTD)
-            if self.config.logit_scale != 1.0:
-                hidden_BTD = self.execution.policy.scaled(hidden_BTD, self.config.logit_scale)
-            return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
+            return self._scaled(self.final_norm(x_BTD))
+
+    def _scaled(self, hidden_BTD: jax.Array) -> jax.Array:
+        if self.config.logit_scale != 1.0:
+            hidden_BTD = self.execution.policy.scaled(hidden_BTD, self.config.logit_scale)
+        return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
 
     def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         """Embeds tokens as the first block's input [B, T, D]; applies dropout if there is a key."""
@@ -405,9 +448,17 @@ class Decoder(nnx.Module):
         self, positions_BT: jax.Array, contexts_B: jax.Array | None = None
     ) -> list[RopeTable | None]:
         """Computes the RoPE table of each distinct block; None for blocks without RoPE."""
+        return self._rope_tables(self.config.blocks, positions_BT, contexts_B)
+
+    def _rope_tables(
+        self,
+        blocks: Sequence[BlockConfig],
+        positions_BT: jax.Array,
+        contexts_B: jax.Array | None,
+    ) -> list[RopeTable | None]:
         tables: dict[tuple[RopeConfig, int], RopeTable] = {}
         result: list[RopeTable | None] = []
-        for block in self.config.blocks:
+        for block in blocks:
             rope, head_dim = block.mixer.rope, block.mixer.rotated_dim
             if rope is None:
                 result.append(None)

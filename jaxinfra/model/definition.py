@@ -118,7 +118,8 @@ class ModelDefinition:
         """Returns the model's state after a step; each array is updated by its own rule.
 
         Args:
-            sums: ``sums`` of ``Decoder.run``, combined over the whole batch.
+            sums: ``sums`` of ``Decoder.run``, combined over the whole batch; after them those of
+                multi-token prediction, if it took part.
             emitted: cotangents of the state from the backward pass: ``Gradients.state``.
         """
         template = nnx.to_flat_state(nnx.filter_state(self.template, ModelState))
@@ -128,6 +129,9 @@ class ModelDefinition:
             value, given = values[path], emissions[path]
             if path[0] == "blocks":
                 after[path] = jax.vmap(rule)(value, sums[path[1]], given)
+            elif path[:2] == ("mtp", "block"):
+                is_run = len(sums) > len(self.config.blocks)
+                after[path] = jax.vmap(rule)(value, sums[-1], given) if is_run else value
             else:
                 after[path] = rule(value, Sums(), given)
         return nest(after)

@@ -163,7 +163,7 @@ def parameters_by_role(model: PlannedModel) -> dict[str, int]:
     return {role: count for role, count in roles.items() if count}
 
 
-_ROLES = "attention mlp expert router shared norm embedding positions unembedding"
+_ROLES = "attention mlp expert router shared norm embedding positions unembedding mtp"
 
 
 def _role(parameter: ParameterInfo) -> str:
@@ -213,7 +213,9 @@ def find_model(name: str) -> PlannedModel:
     file = config_file(name)
     if file is None:
         raise ConfigError(f"unknown model {name!r}{nearest(name, MODELS)}")
-    return plan_model(from_hf_config(read_json(file, constants=INFINITY)), name=name)
+    config = from_hf_config(read_json(file, constants=INFINITY))
+    # Names of models count their layers; a step without drafts leaves the module out too.
+    return plan_model(dataclasses.replace(config, mtp=False), name=name)
 
 
 def config_file(name: str) -> Path | None:

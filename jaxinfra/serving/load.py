@@ -140,6 +140,17 @@ class LoadedModel:
         """The model as a callable module with its parameters."""
         return self.definition.bind(self.parameters)
 
+    def without_mtp(self) -> "LoadedModel":
+        """Returns this model without its multi-token prediction, if it has one."""
+        old = self.definition
+        if not old.config.mtp:
+            return self
+        config = dataclasses.replace(old.config, mtp=False)
+        kept = {name: each for name, each in self.parameters.items() if name != "mtp"}
+        frozen = {name: each for name, each in old.frozen.items() if name != "mtp"}
+        definition = define_model(config, old.execution, lora=old.lora).freeze(frozen)
+        return dataclasses.replace(self, definition=definition, parameters=kept)
+
     def with_cache(self, form: CacheFormat) -> "LoadedModel":
         """Returns this model with a KV cache in another format."""
         old = self.definition

@@ -5,6 +5,7 @@ Dims: B sequence of the batch, T position, K micro-batch.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Self, final
 
@@ -18,8 +19,10 @@ from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError
+from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.model.gradients import Gradients, added, nothing_added
+from jaxinfra.model.passes import Sums, joined
 from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
@@ -113,10 +116,14 @@ def batch_loss(
         dropout_key=dropout_key,
         behind=decoder.vocabulary_table if is_of_tokens and loss is None else None,
     )
+    layers = out.sums
     if is_of_tokens:
         options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "loss": loss}
-        sums = hidden_loss(model, tree, out.x, batch, table=out.behind, **options)
+        of_hidden = functools.partial(hidden_loss, model, tree, table=out.behind, **options)
+        sums = of_hidden(out.x, batch)
         objective, nll, figures = sums.total, sums.nll, {}
+        if decoder.mtp is not None and model.lora is None:
+            layers = (*layers, _prediction_sums(decoder, out.x, batch, of_hidden))
     else:
         if preferences is not None:
             _require_reference(preferences, batch)
@@ -128,10 +135,40 @@ def batch_loss(
                 assert preferences is not None
                 found = pair_sums(each_BT, batch, preferences)
         objective, nll, figures = found.loss, found.loss, found.figures
-    for emitted in jax.tree.leaves([block.losses for block in out.sums]):
+    for emitted in jax.tree.leaves([block.losses for block in layers]):
         added_loss = jnp.sum(emitted)
         objective = objective + (added_loss if per_target is None else added_loss * per_target)
-    return BatchSums(objective=objective, nll=nll, layers=out.sums, figures=figures)
+    return BatchSums(objective=objective, nll=nll, layers=layers, figures=figures)
+
+
+def _prediction_sums(
+    decoder: Decoder,
+    hidden_BTD: jax.Array,
+    batch: Batch,
+    of_hidden: Callable[[jax.Array, Batch], CrossEntropySums],
+) -> Sums:
+    """Returns the sums of multi-token prediction: the loss of the token after each target's.
+
+    Args:
+        of_hidden: the loss of normalized hidden states.
+    """
+    segments_BT, weights_BT = batch.segment_ids, _ahead(batch.weights)
+    if segments_BT is not None:
+        weights_BT = jnp.where(segments_BT == _ahead(segments_BT), weights_BT, 0.0)
+    out = decoder.predict(
+        hidden_BTD,
+        _ahead(batch.tokens),
+        positions=batch.positions,
+        segment_ids=segments_BT,
+    )
+    ahead = dataclasses.replace(batch, targets=_ahead(batch.targets), weights=weights_BT)
+    weighed = decoder.config.mtp_weight * of_hidden(out.x, ahead).total
+    return joined(out.sums, Sums(losses={"mtp": weighed[None]}))
+
+
+def _ahead(x_BT: jax.Array) -> jax.Array:
+    """Returns what the position after each has, and 0 at the last one."""
+    return jnp.concatenate([x_BT[:, 1:], jnp.zeros_like(x_BT[:, :1])], axis=1)
 
 
 def _require_reference(preferences: PreferenceConfig, batch: Batch) -> None:

@@ -106,14 +106,16 @@ def _check_draft(model: Decoder, draft: Decoder) -> None:
 
 def _limits(options: EngineOptions, model: Decoder, draft: Decoder | None) -> SchedulerLimits:
     """Returns the scheduler's limits, as yet without regard to a device's memory."""
-    models = [model] if draft is None else [model, draft]
     limits = options.limits(
         model.config,
         has_draft=draft is not None,
         batch_shards=model.execution.place.batch_shards,
     )
+    models = [(each.config, each.execution) for each in (model, draft) if each is not None]
+    if draft is None and limits.num_drafts:
+        models.append((model.config.mtp_part, model.execution))
     num_host_pages = options.num_host_pages(
-        sum(page_bytes(each.config, each.execution, limits.page_size) for each in models)
+        sum(page_bytes(*each, limits.page_size) for each in models)
     )
     return dataclasses.replace(limits, num_host_pages=num_host_pages)
 
@@ -134,7 +136,7 @@ class Engine:
         tokenizer: needed for progress with text and for stop strings.
         num_ids: token ids from this one on are never sampled; by default all ids may be sampled.
         draft: a smaller model of the same vocabulary that drafts ``options.num_drafts`` tokens per
-            step.
+            step. Without one the model's multi-token prediction drafts or, if it has none, n-grams.
         adapters: names of the adapters in the model's bank (``AdapterBank.added_to``), in order;
             requests choose one by name.
         num_free_adapters: further adapters that the bank has room for.
@@ -182,8 +184,9 @@ class Engine:
             make_runner, limits, options, is_loaded=is_loaded, limit_bytes=limit_bytes
         )
         self._has_draft = draft is not None
+        self._drafts_itself = draft is None and self.limits.num_drafts > 0
         self._is_fitted = self.limits.num_pages < limits.num_pages
-        is_looked_up = draft is None and options.num_drafts
+        is_looked_up = options.num_drafts > self.limits.num_drafts
         self._lookup = NgramLookup(num_drafts=options.num_drafts) if is_looked_up else None
         self.scheduler = Scheduler(self.limits, propose=self._lookup)
         self.runner = make_runner(self.limits)
@@ -217,6 +220,8 @@ class Engine:
             bank: adapters that requests may name; projections are then not packed.
             limit_bytes: bytes that JAX may allocate on an absent device; None: as this one says.
         """
+        if draft is not None or options is None or not options.num_drafts:
+            model = model.without_mtp()
         return cls(
             model.serving_decoder(consumes=consumes) if bank is None else bank.added_to(model),
             adapters=() if bank is None else bank.names,
@@ -232,7 +237,11 @@ class Engine:
     def attach(self, model: LoadedModel, draft: LoadedModel | None = None) -> None:
         """Gives weights to an engine that was made from shapes only; the engine then owns them."""
         drafting = None if draft is None else draft.serving_decoder(consumes=True)
-        self.runner.attach(model.serving_decoder(consumes=True), drafting)
+        self.runner.attach(self._served(model).serving_decoder(consumes=True), drafting)
+
+    def _served(self, model: LoadedModel) -> LoadedModel:
+        """Returns the model with those parts that the engine runs."""
+        return model if self._drafts_itself else model.without_mtp()
 
     def release(self) -> None:
         """Frees weights and pages until ``renew``; compiled programs stay.

@@ -31,7 +31,8 @@ class EngineOptions:
     share_prefixes: bool = True
     # Copies of layers' states after prefixes, from which requests go on; None: 2 x max_running.
     num_snapshots: int | None = None
-    num_drafts: int = 0  # draft tokens per step, from the draft model or, without one, from n-grams
+    # Draft tokens per step: from the draft model, else from multi-token prediction, else n-grams.
+    num_drafts: int = 0
     preemption: Preemption = Preemption.RECOMPUTE
     host_bytes: int = 4 << 30  # host memory for pages, with Preemption.HOST
 
@@ -65,6 +66,7 @@ class EngineOptions:
         """Returns the scheduler's limits for a model under these options.
 
         Args:
+            has_draft: a second model drafts.
             batch_shards: devices that batch rows are sharded over; they divide the number of rows.
         """
         max_running = -(-self.max_running // batch_shards) * batch_shards
@@ -99,7 +101,7 @@ class EngineOptions:
             has_states=has_states,
             num_snapshots=num_snapshots,
             long_context=original_context(config),
-            num_drafts=self.num_drafts if has_draft else 0,
+            num_drafts=self.num_drafts if has_draft or config.mtp else 0,
         )
 
     def num_host_pages(self, page_bytes: int) -> int:

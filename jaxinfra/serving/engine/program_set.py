@@ -22,8 +22,8 @@ from jaxinfra.model.serving_form import COMPILER_OPTIONS
 from jaxinfra.runtime.compile_cache import without_cache
 from jaxinfra.runtime.signals import UNAWAITED
 from jaxinfra.serving.engine.fit import estimated_temporaries, temporary_bytes
+from jaxinfra.serving.engine.moves import PAGES_AT_ONCE
 from jaxinfra.serving.engine.plan import SchedulerLimits
-from jaxinfra.serving.engine.programs import PAGES_AT_ONCE
 from jaxinfra.serving.program_store import Noted, ProgramStore, described, program_name
 
 
@@ -88,7 +88,9 @@ def listed_programs(
     ]
     if verify_length is not None:
         keys += [
-            ProgramKey(name="verify", rows=rows, length=verify_length) for rows in limits.row_sizes
+            ProgramKey(name="verify", rows=rows, length=verify_length, is_full=is_full)
+            for rows in limits.row_sizes
+            for is_full in (False, True)
         ]
     if limits.num_host_pages:
         keys += [SAVE, RESTORE]

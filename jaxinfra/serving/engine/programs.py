@@ -1,4 +1,4 @@
-"""Pure functions that the engine compiles: prompt chunks, decoding, draft checks, page moves.
+"""Pure functions that the engine compiles: prompt chunks, decoding, drafts and their checks.
 
 Dims: B row, T new token, D model width, V vocabulary, M page of a row, S slot of a request,
 W word of a mask, N page, L layers, P page of a pool.
@@ -6,14 +6,12 @@ W word of a mask, N page, L layers, P page of a pool.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import final
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int, Shaped, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from jaxinfra import axes
 from jaxinfra.config.model import MixerConfig, ModelConfig
@@ -100,6 +98,7 @@ class ProgramConfig:
     graphdef: nnx.GraphDef[Decoder]
     num_ids: int  # ids from here on are never sampled
     draft: nnx.GraphDef[Decoder] | None = None  # a smaller model of the same vocabulary
+    drafts_itself: bool = False  # the model's multi-token prediction drafts
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +109,9 @@ class DeviceState:
     """
 
     pools: Pools
-    draft_pools: Pools  # empty without a draft model
+    draft_pools: Pools  # of the draft model, or of multi-token prediction; empty without drafts
+    # What multi-token prediction has computed last in each slot; None: it does not draft.
+    hidden_SD: Float[Array, "S D"] | None
     states: Pools  # of each block whose mixer keeps a state, by slot; empty dicts for the others
     last_S: Int[Array, "S"]  # the last token sampled in each slot
     masks_SW: UInt32[Array, "S W"]  # which ids a request's structure allows next
@@ -171,7 +172,11 @@ def step(
         is_full: apply all sampling settings and return log-probabilities; else temperature only.
     """
     x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
-    return _drawn(weights, state, rows, x_BTD, config=config, is_full=is_full)
+    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, is_full=is_full)
+    if config.drafts_itself:
+        model = _model(weights, rows, config)
+        state = _looked_ahead(model, state, rows, x_BTD, drawn[0], is_fresh=is_fresh)
+    return drawn, state
 
 
 def score(
@@ -192,6 +197,8 @@ def score(
         total_B1=None if total_BT1 is None else total_BT1.reshape(-1, 1),
     )
     drawn, state = _drawn(weights, state, rows, x_BTD, config=config, is_full=True)
+    if config.drafts_itself:
+        state = _looked_ahead(_model(weights, rows, config), state, rows, x_BTD, drawn[0])
     return (*drawn, of_prompt), state
 
 
@@ -209,15 +216,15 @@ def _taken_in(
     ids_BT = _known_ids(state, rows)
     positions_BT = _positions(rows, ids_BT.shape[1])
     model = _model(weights, rows, config)
-    cache = _cache(model, state.pools, rows, states=state.states, is_fresh=is_fresh)
+    cache = _cache(_part(model), state.pools, rows, states=state.states, is_fresh=is_fresh)
     x_BTD, cache = _run(model, cache, ids_BT, positions_BT, rows)
-    pools, states = _stored(model, cache)
+    pools, states = _stored(_part(model), cache)
     state = dataclasses.replace(state, pools=pools, states=states)
     if config.draft is not None:
         draft = weights.drafting(config.draft)
-        cache = _cache(draft, state.draft_pools, rows, is_fresh=is_fresh)
+        cache = _cache(_part(draft), state.draft_pools, rows, is_fresh=is_fresh)
         _, cache = _run(draft, cache, ids_BT, positions_BT, rows)
-        state = dataclasses.replace(state, draft_pools=_stored(draft, cache)[0])
+        state = dataclasses.replace(state, draft_pools=_stored(_part(draft), cache)[0])
     return x_BTD, state
 
 
@@ -266,7 +273,7 @@ def _history(state: DeviceState, rows: RowInputs) -> tuple[TokenHistory, DeviceS
 
 
 def verify(
-    weights: Weights, state: DeviceState, rows: RowInputs, *, config: ProgramConfig
+    weights: Weights, state: DeviceState, rows: RowInputs, *, config: ProgramConfig, is_full: bool
 ) -> tuple[Int[Array, "B _"], DeviceState]:
     """Checks draft tokens: runs a token and its drafts per row, and samples after each of them.
 
@@ -274,20 +281,26 @@ def verify(
     first that differs from its draft equal those of decoding one token at a time, in all settings.
     A draft model samples with the same noise, so that both agree as often as coupled samples can
     without knowing each other (Daliri et al. 2024, "Coupling without communication and
-    drafter-invariant speculative decoding").
+    drafter-invariant speculative decoding"). So does the model's multi-token prediction.
 
     Returns the number of accepted drafts and the sample after each token, int32 [B, 1 + T]; a row
     whose logits are not finite has -1 in front.
+
+    Args:
+        is_full: apply cuts and biases; else temperature only.
     """
-    model = _model(weights, rows, config)
+    model, needs = _model(weights, rows, config), _DRAFTED if is_full else _PLAIN
     ids_BT = _known_ids(state, rows)
     length = ids_BT.shape[1]
-    draft_pools = state.draft_pools
     if config.draft is not None:
         draft = weights.drafting(config.draft)
-        ids_BT, draft_pools = _drafted(draft, draft_pools, ids_BT[:, 0], rows, length, config)
+        draw = functools.partial(_draft_of, draft, rows, needs, config)
+        ids_BT, state = _drafted(draft, state, ids_BT[:, 0], rows, length, draw)
+    elif config.drafts_itself:
+        draw = functools.partial(_draft_of, model, rows, needs, config)
+        ids_BT, state = _drafted_itself(model, state, ids_BT[:, 0], rows, length, draw)
     positions_BT = _positions(rows, length)
-    cache = _cache(model, state.pools, rows, states=state.states, is_tentative=True)
+    cache = _cache(_part(model), state.pools, rows, states=state.states, is_tentative=True)
     x_BTD, cache = _run(model, cache, ids_BT, positions_BT, rows)
     logits_BTV, _ = _logits(model, x_BTD, config)
     is_there_BT = positions_BT >= 0
@@ -295,21 +308,18 @@ def verify(
     logits_BTV = jnp.where(is_there_BT[:, :, None], logits_BTV, 0.0)
     keys_TB = jax.vmap(lambda offset: _keys(rows, offset=offset))(jnp.arange(length))
     tokens_TB = jax.vmap(
-        lambda logits, keys: sample(logits, keys, rows=rows.sampling, needs=_DRAFTED).ids_B
+        lambda logits, keys: sample(logits, keys, rows=rows.sampling, needs=needs).ids_B
     )(jnp.moveaxis(logits_BTV, 1, 0), keys_TB)
     tokens_BT = tokens_TB.T
     holds_BT = (ids_BT[:, 1:] == tokens_BT[:, :-1]) & is_there_BT[:, 1:]
     num_held_B = jnp.sum(jnp.cumprod(holds_BT.astype(jnp.int32), axis=1), axis=1)
     last_B = jnp.take_along_axis(tokens_BT, num_held_B[:, None], axis=1)[:, 0]
     slots_B = jnp.where(rows.field("is_sampled") != 0, rows.field("slot"), state.last_S.shape[0])
-    pools, states = _stored(model, settled(cache, 1 + num_held_B))
-    state = dataclasses.replace(
-        state,
-        pools=pools,
-        draft_pools=draft_pools,
-        states=states,
-        last_S=state.last_S.at[slots_B].set(last_B, mode="drop"),
-    )
+    pools, states = _stored(_part(model), settled(cache, 1 + num_held_B))
+    last_S = state.last_S.at[slots_B].set(last_B, mode="drop")
+    state = dataclasses.replace(state, pools=pools, states=states, last_S=last_S)
+    if config.drafts_itself:
+        state = _predicted(model, state, rows, x_BTD, tokens_BT, 1 + num_held_B)
     held_B1 = jnp.where(is_bad_B, -1, num_held_B)[:, None]
     return jnp.concatenate([held_B1, tokens_BT], axis=1), state
 
@@ -351,8 +361,16 @@ def _positions(rows: RowInputs, length: int) -> jax.Array:
     return jnp.where(offsets_1T < rows.field("count")[:, None], positions_BT, -1)
 
 
+type _Part = tuple[ModelConfig, Execution]
+"""Config of a model, or of the layer of its multi-token prediction, and how it is executed."""
+
+
+def _part(model: Decoder) -> _Part:
+    return model.config, model.execution
+
+
 def _cache(
-    model: Decoder,
+    part: _Part,
     pools: Pools,
     rows: RowInputs,
     *,
@@ -365,9 +383,10 @@ def _cache(
     Args:
         is_tentative: states stay as they are until the number of tokens that count is known.
     """
-    tables_BM, form = jnp.asarray(rows.tables_BM), model.execution.cache_format
+    config, execution = part
+    tables_BM, form = jnp.asarray(rows.tables_BM), execution.cache_format
     caches: list[Cache] = []
-    for number, (block, pool) in enumerate(zip(model.config.blocks, pools, strict=True)):
+    for number, (block, pool) in enumerate(zip(config.blocks, pools, strict=True)):
         spec = block.mixer.cache
         entries = PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh, format=form)
         if not spec.state:
@@ -392,49 +411,155 @@ def _run(
     return out.x, out.cache
 
 
-def _stored(model: Decoder, cache: KVCache) -> tuple[Pools, Pools]:
+def _stored(part: _Part, cache: KVCache) -> tuple[Pools, Pools]:
     """Returns the pages and the states of each block, sharded as they are kept."""
-    pools, states = [], []
-    for each, block in zip(cache, model.config.blocks, strict=True):
+    (config, execution), pools, states = part, [], []
+    for each, block in zip(cache, config.blocks, strict=True):
         spec = block.mixer.cache
         entries, state = (
             each.parts(each.arrays)
             if isinstance(each, JointCache)
             else (({}, each.arrays) if isinstance(each, StateCache) else (each.arrays, {}))
         )
-        pools.append(_placed(entries, block.mixer, model.execution))
-        states.append(placed_state(state, spec, model.execution.place))
+        pools.append(_placed(entries, block.mixer, execution))
+        states.append(placed_state(state, spec, execution.place))
     return tuple(pools), tuple(states)
+
+
+def _draft_of(
+    model: Decoder,
+    rows: RowInputs,
+    needs: SamplingNeeds,
+    config: ProgramConfig,
+    x_B1D: jax.Array,
+    offset: jax.Array | int,
+) -> jax.Array:
+    """Samples a draft from a hidden state of each row, with the noise of the token's own sample."""
+    logits_BV = _logits(model, x_B1D, config)[0][:, 0]
+    # Drafts that are not finite are judged as any others.
+    logits_BV = jnp.where(jnp.isfinite(logits_BV), logits_BV, 0.0)
+    return sample(logits_BV, _keys(rows, offset=offset), rows=rows.sampling, needs=needs).ids_B
 
 
 def _drafted(
     draft: Decoder,
-    pools: Pools,
+    state: DeviceState,
     first_B: jax.Array,
     rows: RowInputs,
     length: int,
-    config: ProgramConfig,
-) -> tuple[jax.Array, Pools]:
+    draw: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, DeviceState]:
     """Returns each row's first token and the draft model's samples after it, int32 [B, T].
 
     It takes in the last one too, for its own cache.
     """
 
-    def draw(carry: tuple[jax.Array, Pools], offset: jax.Array):
+    def drawn(carry: tuple[jax.Array, Pools], offset: jax.Array):
         ids_B, pools = carry
         is_there_B = offset < rows.field("count")
         positions_B1 = jnp.where(is_there_B, rows.field("start") + offset, -1)[:, None]
-        x_B1D, cache = _run(draft, _cache(draft, pools, rows), ids_B[:, None], positions_B1, rows)
-        pools, _ = _stored(draft, cache)
-        logits_BV = _logits(draft, x_B1D, config)[0][:, 0]
-        # Drafts that are not finite are judged as any others.
-        logits_BV = jnp.where(jnp.isfinite(logits_BV), logits_BV, 0.0)
-        keys_B = _keys(rows, offset=offset)
-        drawn = sample(logits_BV, keys_B, rows=rows.sampling, needs=_DRAFTED)
-        return (drawn.ids_B, pools), ids_B
+        cache = _cache(_part(draft), pools, rows)
+        x_B1D, cache = _run(draft, cache, ids_B[:, None], positions_B1, rows)
+        return (draw(x_B1D, offset), _stored(_part(draft), cache)[0]), ids_B
 
-    (_, pools), ids_TB = jax.lax.scan(draw, (first_B, pools), jnp.arange(length))
-    return ids_TB.T, pools
+    start = first_B, state.draft_pools
+    (_, pools), ids_TB = jax.lax.scan(drawn, start, jnp.arange(length))
+    return ids_TB.T, dataclasses.replace(state, draft_pools=pools)
+
+
+def _drafted_itself(
+    model: Decoder,
+    state: DeviceState,
+    first_B: jax.Array,
+    rows: RowInputs,
+    length: int,
+    draw: Callable[[jax.Array, int], jax.Array],
+) -> tuple[jax.Array, DeviceState]:
+    """Returns each row's first token and drafts of multi-token prediction after it, int32 [B, T].
+
+    The module has seen the first token already; each further draft is of its own hidden state and
+    the draft before.
+    """
+    assert state.hidden_SD is not None, "drafts_itself"
+    slots_B = jnp.minimum(rows.field("slot"), len(state.hidden_SD) - 1)
+    x_B1D, pools, ids = state.hidden_SD[slots_B][:, None], state.draft_pools, [first_B]
+    for offset in range(length - 1):
+        if offset:
+            is_there_B = offset < rows.field("count")
+            positions_B1 = jnp.where(is_there_B, rows.field("start") + offset - 1, -1)[:, None]
+            x_B1D, pools = _ahead(model, pools, rows, x_B1D, ids[-1][:, None], positions_B1)
+        ids.append(draw(x_B1D, offset))
+    return jnp.stack(ids, axis=1), dataclasses.replace(state, draft_pools=pools)
+
+
+def _looked_ahead(
+    model: Decoder,
+    state: DeviceState,
+    rows: RowInputs,
+    x_BTD: jax.Array,
+    drawn_B: jax.Array,
+    *,
+    is_fresh: bool = False,
+) -> DeviceState:
+    """Runs multi-token prediction on a step's tokens, whose last is followed by the drawn one.
+
+    That is a guess where a prompt goes on, and drafts may be the worse for it.
+    """
+    ids_BT, count_B = jnp.asarray(rows.ids_BT), rows.field("count")
+    next_BT = jnp.concatenate([ids_BT[:, 1:], drawn_B[:, None]], axis=1)
+    is_last_BT = jnp.arange(ids_BT.shape[1])[None] == count_B[:, None] - 1
+    next_BT = jnp.maximum(jnp.where(is_last_BT, drawn_B[:, None], next_BT), 0)
+    return _predicted(model, state, rows, x_BTD, next_BT, count_B, is_fresh=is_fresh)
+
+
+def _predicted(
+    model: Decoder,
+    state: DeviceState,
+    rows: RowInputs,
+    x_BTD: jax.Array,
+    next_BT: jax.Array,
+    num_B: jax.Array,
+    *,
+    is_fresh: bool = False,
+) -> DeviceState:
+    """Runs multi-token prediction on the model's hidden states, and keeps what drafts begin with.
+
+    Args:
+        next_BT: the token after each.
+        num_B: how many of a row's tokens are the request's.
+    """
+    assert state.hidden_SD is not None, "drafts_itself"
+    positions_BT = _positions(rows, x_BTD.shape[1])
+    is_kept_BT = jnp.arange(x_BTD.shape[1])[None] < num_B[:, None]
+    positions_BT = jnp.where(is_kept_BT, positions_BT, -1)
+    pools, given = state.draft_pools, (x_BTD, next_BT, positions_BT)
+    x_BTD, pools = _ahead(model, pools, rows, *given, is_fresh=is_fresh)
+    last_B11 = jnp.maximum(num_B - 1, 0)[:, None, None]
+    last_BD = jnp.take_along_axis(x_BTD, last_B11, axis=1)[:, 0]
+    # What is not finite would outlive the request in the module's pages.
+    last_BD = jnp.where(jnp.isfinite(last_BD), last_BD, 0.0)
+    hidden_SD = state.hidden_SD.at[rows.field("slot")].set(last_BD, mode="drop")
+    hidden_SD = model.execution.place(hidden_SD, (None, None))
+    return dataclasses.replace(state, draft_pools=pools, hidden_SD=hidden_SD)
+
+
+def _ahead(
+    model: Decoder,
+    pools: Pools,
+    rows: RowInputs,
+    x_BTD: jax.Array,
+    next_BT: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    is_fresh: bool = False,
+) -> tuple[jax.Array, Pools]:
+    """Computes hidden states of multi-token prediction, and its pages with these positions."""
+    part = model.config.mtp_part, model.execution
+    cache = _cache(part, pools, rows, is_fresh=is_fresh)
+    out = model.predict(
+        x_BTD, next_BT, positions=positions_BT, cache=cache, contexts=rows.field("context")
+    )
+    return out.x, _stored(part, out.cache)[0]
 
 
 def _logits(
@@ -469,95 +594,3 @@ def _placed(
     stored = mixer.cache.stored_as(execution.cache_format).arrays
     dims = {each.name: (None, None, None, *each.dims) for each in stored}
     return {name: execution.place(x, dims[name]) for name, x in arrays.items()}
-
-
-PAGES_AT_ONCE = 8
-"""Number of pages that one copy, save or restore call moves."""
-
-type MovedPages = tuple[Pools, Pools]
-"""Pages of the model's and the draft model's pools, [L, N, size, ...] each."""
-
-type Moved[Leaf] = tuple[tuple[dict[str, Leaf], ...], tuple[dict[str, Leaf], ...]]
-"""Contents of ``MovedPages`` with other leaves, such as NumPy arrays or shapes."""
-
-
-def copy_pages(state: DeviceState, from_N: Int[Array, "N"], to_N: Int[Array, "N"]) -> DeviceState:
-    """Returns the state with pages copied, all read before any write; ignores pages beyond the
-    last.
-    """
-    return write_pages(state, to_N, read_pages(state, from_N))
-
-
-def copy_states(state: DeviceState, from_N: Int[Array, "N"], to_N: Int[Array, "N"]) -> DeviceState:
-    """Returns the state with layers' states copied between slots."""
-    states = jax.tree.map(lambda stored: stored.at[:, to_N].set(stored[:, from_N]), state.states)
-    return dataclasses.replace(state, states=states)
-
-
-def read_pages(state: DeviceState, from_N: Int[Array, "N"]) -> MovedPages:
-    """Returns the contents of these pages; a number beyond the last page reads the last one."""
-
-    def read(stored: jax.Array) -> jax.Array:
-        return stored[:, jnp.minimum(from_N, stored.shape[1] - 1)]
-
-    return jax.tree.map(read, (state.pools, state.draft_pools))
-
-
-def write_pages(state: DeviceState, to_N: Int[Array, "N"], pages: MovedPages) -> DeviceState:
-    """Returns the state with contents written to these pages; pages beyond the last are ignored."""
-
-    def written(stored: jax.Array, new: jax.Array) -> jax.Array:
-        return stored.at[:, to_N].set(new, mode="drop")
-
-    pools, draft_pools = jax.tree.map(written, (state.pools, state.draft_pools), pages)
-    return dataclasses.replace(state, pools=pools, draft_pools=draft_pools)
-
-
-def moved_shapes(state: DeviceState) -> Moved[jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of the page contents that one save or restore call moves."""
-    pages = jax.ShapeDtypeStruct((PAGES_AT_ONCE,), np.int32)
-    return jax.eval_shape(read_pages, state, pages)
-
-
-def batches[Pair](pairs: Sequence[Pair], padding: Pair) -> Iterator[tuple[int, list[Pair]]]:
-    """Splits pairs into padded lists, one per call; yields each with its number of real pairs."""
-    for first in range(0, len(pairs), PAGES_AT_ONCE):
-        part = [*pairs[first : first + PAGES_AT_ONCE]]
-        yield len(part), part + [padding] * (PAGES_AT_ONCE - len(part))
-
-
-@final
-class HostMemory:
-    """Host memory for KV-cache pages, in slots of one page each.
-
-    Args:
-        shapes: shapes and dtypes of the page contents that one call moves.
-    """
-
-    def __init__(self, shapes: Moved[jax.ShapeDtypeStruct], *, num_slots: int):
-        leaves, self._tree = jax.tree.flatten(shapes)
-        # The system gives memory as slots are first written.
-        self._stored = [
-            np.empty((num_slots, leaf.shape[0], *leaf.shape[2:]), leaf.dtype) for leaf in leaves
-        ]
-        self._coming: list[tuple[list[int], list[jax.Array]]] = []
-
-    def take(self, slots: list[int], pages: MovedPages) -> None:
-        """Starts copying pages from the device into host slots; returns before the copy is done."""
-        leaves = jax.tree.leaves(pages)
-        for leaf in leaves:
-            leaf.copy_to_host_async()
-        self._coming.append((slots, leaves))
-
-    def collect(self) -> None:
-        """Waits for copies under way. Until then the copied arrays stay in device memory too."""
-        coming, self._coming = self._coming, []
-        for slots, leaves in coming:
-            for stored, leaf in zip(self._stored, leaves, strict=True):
-                stored[slots] = np.moveaxis(np.asarray(leaf), 1, 0)[: len(slots)]
-
-    def pages(self, slots: list[int]) -> Moved[np.ndarray]:
-        """Returns the contents of these slots, which may be overwritten at once."""
-        self.collect()
-        read = [np.ascontiguousarray(np.moveaxis(stored[slots], 0, 1)) for stored in self._stored]
-        return jax.tree.unflatten(self._tree, read)

@@ -17,7 +17,7 @@ from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import Parameters, by_path
 from jaxinfra.model.execution import Execution
 from jaxinfra.serving.adapter_bank import AdapterRow
-from jaxinfra.serving.engine import programs
+from jaxinfra.serving.engine import moves, programs
 from jaxinfra.serving.engine.fit import (
     MemoryNeeds,
     budget_bytes,
@@ -27,6 +27,7 @@ from jaxinfra.serving.engine.fit import (
     require_pages,
 )
 from jaxinfra.serving.engine.inputs import RowWriter
+from jaxinfra.serving.engine.moves import HostMemory, batches
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.pages import NULL_PAGE
 from jaxinfra.serving.engine.plan import (
@@ -55,11 +56,9 @@ from jaxinfra.serving.engine.program_set import (
 from jaxinfra.serving.engine.programs import (
     WORD_BITS,
     DeviceState,
-    HostMemory,
     NamedArrays,
     ProgramConfig,
     Weights,
-    batches,
 )
 from jaxinfra.serving.program_store import Noted, ProgramStore
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, TokenHistory
@@ -85,7 +84,8 @@ class ModelRunner:
     Args:
         num_ids: token ids from this one on are never sampled.
         draft: a smaller model of the same vocabulary, which drafts tokens.
-        verify_length: tokens per row with drafts; None without speculative decoding.
+        verify_length: tokens per row with drafts; None without speculative decoding. A model with
+            multi-token prediction and without a draft model drafts by that.
         adapters: names of the adapters in the model's bank.
         store: where compiled programs are kept; None: nowhere.
     """
@@ -107,6 +107,7 @@ class ModelRunner:
             graphdef=nnx.graphdef(model),
             num_ids=num_ids,
             draft=None if draft is None else nnx.graphdef(draft),
+            drafts_itself=draft is None and verify_length is not None and model.config.mtp,
         )
         self._weights = self._shapes = _shapes(_weights(model, draft))
         self._mask_words = -(-num_ids // WORD_BITS)
@@ -117,6 +118,7 @@ class ModelRunner:
         self._empty = functools.partial(
             _empty_state,
             models=[(each.config, each.execution) for each in (model, draft) if each is not None],
+            drafts_itself=self._config.drafts_itself,
             limits=limits,
             num_ids=num_ids,
         )
@@ -263,7 +265,7 @@ class ModelRunner:
         )
         self._state = jax.block_until_ready(self.programs.get(EMPTY)())
         if self._limits.num_host_pages:
-            shapes = programs.moved_shapes(self._state)
+            shapes = moves.moved_shapes(self._state)
             self._host = HostMemory(shapes, num_slots=self._limits.num_host_pages)
 
     def release(self) -> None:
@@ -356,7 +358,7 @@ class ModelRunner:
             rows=self._limits.rows(len(rows)),
             length=length,
             is_fresh=is_chunk and all(row.start == 0 for row in rows),
-            is_full=is_chunk or (name == "step" and not is_plain),
+            is_full=is_chunk or (name != "score" and not is_plain),
         )
         key = self.programs.ready(key)
         length = key.length
@@ -469,14 +471,14 @@ class ModelRunner:
         indices = np.zeros(key.rows, np.int32)
         match key.name:
             case "copy":
-                function, arguments = programs.copy_pages, (state, indices, indices)
+                function, arguments = moves.copy_pages, (state, indices, indices)
             case "keep":
-                function, arguments = programs.copy_states, (state, indices, indices)
+                function, arguments = moves.copy_states, (state, indices, indices)
             case "save":
-                function, arguments = programs.read_pages, (state, indices)
+                function, arguments = moves.read_pages, (state, indices)
             case "restore":
-                pages = programs.moved_shapes(state)
-                function, arguments = programs.write_pages, (state, indices, pages)
+                pages = moves.moved_shapes(state)
+                function, arguments = moves.write_pages, (state, indices, pages)
             case "mask":
                 masks = np.zeros((key.rows, self._mask_words), np.uint32)
                 function, arguments = programs.set_masks, (state, indices, masks)
@@ -485,9 +487,10 @@ class ModelRunner:
                 function, arguments = programs.begin_history, (state, one, ids, one, one)
             case _:
                 function = functools.partial(getattr(programs, key.name), config=self._config)
+                if key.name != "score":
+                    function = functools.partial(function, is_full=key.is_full)
                 if key.name == "step":
-                    kind = {"is_fresh": key.is_fresh, "is_full": key.is_full}
-                    function = functools.partial(function, **kind)
+                    function = functools.partial(function, is_fresh=key.is_fresh)
                 rows = [GREEDY] * key.rows
                 sampling = jax.eval_shape(lambda: SamplingRows.of(rows, num_biases=MOST_BIASES))
                 blank = self._writer.write((), size=key.rows, length=key.length, sampling=sampling)
@@ -537,10 +540,16 @@ def _devices(weights: Weights) -> tuple[jax.Device, ...]:
 def _empty_state(
     *,
     models: Sequence[tuple[ModelConfig, Execution]],
+    drafts_itself: bool,
     limits: SchedulerLimits,
     num_ids: int,
 ) -> DeviceState:
     """Makes the state of an engine without requests. Call it under jit."""
+    (config, execution), hidden_SD = models[0], None
+    if drafts_itself:
+        models = [*models, (config.mtp_part, execution)]
+        shape = (limits.max_running, config.model_dim)
+        hidden_SD = execution.place(jnp.zeros(shape, execution.policy.compute), (None, None))
     pools = [
         programs.empty_pools(*each, num_pages=limits.num_pages, page_size=limits.page_size)
         for each in models
@@ -549,6 +558,7 @@ def _empty_state(
     return DeviceState(
         pools=pools[0],
         draft_pools=pools[1] if len(pools) > 1 else (),
+        hidden_SD=hidden_SD,
         states=programs.empty_states(*models[0], num_slots=num_slots),
         last_S=jnp.zeros(limits.max_running, jnp.int32),
         masks_SW=jnp.zeros((limits.max_running, words), jnp.uint32),

@@ -1,0 +1,92 @@
+"""Multi-token prediction: its loss, and the drafts that an engine takes from it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.data.batch import batch_of
+from jaxinfra.model.definition import define_model
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.training.gradients import batch_loss
+from tests.small_models import dense
+
+CONFIG = dense(mtp=True, vocab_size=24, mtp_weight=0.5)
+NUM_DRAFTS = 3
+NUM_IDS = 4  # that may be sampled: so few that drafts of random weights hold now and then
+
+
+@functools.cache
+def definition():
+    return define_model(CONFIG, execution_on())
+
+
+@functools.cache
+def parameters():
+    rng = np.random.default_rng(10)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0.0, 0.5, leaf.shape), leaf.dtype), definition().shapes
+    )
+
+
+def accepted(tokens, first, last):
+    """Number of drafts that steps accept, computed without a cache.
+
+    Args:
+        tokens: the whole text.
+        first: position of the first token that is drafted after.
+        last: position of the last token of the text that is sampled.
+    """
+    model, length = definition().bind(parameters()), len(tokens)
+
+    @jax.jit
+    def drafts(tokens_T):
+        """The drafts after each position, [drafts, T], each of its own row."""
+        ids_RT = jnp.broadcast_to(tokens_T[None], (length, length))
+        x_RTD = model.run(ids_RT).x
+        next_RT = jnp.roll(ids_RT, -1, axis=1)
+        rows, found = jnp.arange(length), []
+        for offset in range(NUM_DRAFTS):
+            at = jnp.minimum(rows - 1 + offset, length - 1)
+            y_RTD = model.predict(x_RTD, next_RT).x
+            found.append(jnp.argmax(model.logits(y_RTD)[rows, at, :NUM_IDS], axis=-1))
+            behind = jnp.minimum(at + 1, length - 1)
+            x_RTD = x_RTD.at[rows, behind].set(y_RTD[rows, at])
+            next_RT = next_RT.at[rows, behind].set(found[-1])
+        return jnp.stack(found)
+
+    table = np.asarray(drafts(jnp.asarray(tokens)))
+    total, at = 0, first
+    while at < last:
+        room = min(NUM_DRAFTS, last - at - 1)
+        held = 0
+        while held < room and table[held, at] == tokens[at + held + 1]:
+            held += 1
+        total, at = total + held, at + held + 1
+    return total
+
+
+def test_the_engine_drafts_what_the_module_predicts_and_keeps_the_text():
+    model = definition().bind(parameters())
+    options = EngineOptions(
+        max_running=1,
+        page_size=4,
+        max_step_tokens=16,
+        chunk_sizes=(8,),
+        max_piece_rows=1,
+        num_drafts=NUM_DRAFTS,
+    )
+    engine = Engine(model, num_ids=NUM_IDS, options=options)
+    prompt, new = (3, 1, 4, 1, 5), 40
+    (came,) = engine.run([GenerationRequest(prompt_ids=prompt, max_new_tokens=new)])
+    text = [*prompt, *(token for each in came for token in each.tokens)]
+    greedy = np.argmax(model(np.array([text[:-1]]))[0, :, :NUM_IDS], axis=-1)
+    assert text[len(prompt) :] == greedy[len(prompt) - 1 :].tolist()
+    wanted = accepted(text, len(prompt), len(text) - 1)
+    assert engine.counts.accepted_tokens == wanted > 4
+    assert engine.counts.steps == 1 + new - 1 - wanted
