@@ -47,7 +47,9 @@ class MultiTokenPrediction(nnx.Module):
         width = part.model_dim
 
         def norm() -> Norm:
-            return Norm(part.blocks[0].norm, shape=(width,), dims=(axes.EMBED,), execution=execution)
+            return Norm(
+                part.blocks[0].norm, shape=(width,), dims=(axes.EMBED,), execution=execution
+            )
 
         def projection() -> Projection:
             return Projection(
