@@ -27,11 +27,14 @@ from jaxinfra.checkpoint.parameter_sources import (
 from jaxinfra.checkpoint.quantized_files import plain_tensors
 from jaxinfra.checkpoint.tensor_files import (
     DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
     new_directory,
     open_tensor_files,
     write_tensor_files,
 )
 from jaxinfra.config import codec
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.hf import (
@@ -40,6 +43,7 @@ from jaxinfra.hf import (
     from_hf_config,
     own_weight_map,
     plain_hf_config,
+    prediction_prefix,
     quantization_of,
     text_name,
     text_part,
@@ -101,7 +105,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
     try:
         if "model_type" in values:
             hf = text_part(values)
-            config = from_hf_config(hf)
+            config = _with_stored_prediction(from_hf_config(hf), hf, path)
             return ModelDirectory(
                 path=path, config=config, is_hf=True, hf=hf, is_part=hf is not values
             )
@@ -110,6 +114,21 @@ def read_model_directory(path: Path) -> ModelDirectory:
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from error
     return ModelDirectory(path=path, config=config, is_hf=False, hf=values["hf"])
+
+
+def _with_stored_prediction(config: ModelConfig, hf: Mapping[str, Any], path: Path) -> ModelConfig:
+    """Returns the model with multi-token prediction if files have it: not all configs say so, and
+    some say so of files without.
+    """
+    prefix, file = prediction_prefix(hf, config), path / INDEX_FILE
+    is_stored = file.is_file() or (path / SINGLE_FILE).is_file()
+    if prefix is None or not is_stored or config.head is Head.SCORE:
+        return config
+    if file.is_file():
+        names = read_json(file, holds=dict[str, Any], error=CheckpointError).get("weight_map", {})
+    else:
+        names = open_tensor_files(path).tensors
+    return dataclasses.replace(config, mtp=any(name.startswith(prefix) for name in names))
 
 
 def _values(path: Path) -> Any:
@@ -185,7 +204,8 @@ def write_hf(
     Args:
         hf: Hugging Face config that describes this model; None: one is made.
     """
-    values = plain_hf_config(hf) if hf is not None else to_hf_config(definition.config)
+    config = definition.config
+    values = to_hf_config(config) if hf is None else plain_hf_config(hf, mtp=config.mtp)
     weights = weight_map(values["model_type"], definition.config, definition.arrays)
     kinds = _kinds(source, weights, options["dtype"])
     # The older name of the key is the one that all releases read.

@@ -115,7 +115,8 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
         for name in (*weights.tensors, *weights.tied)
     }
     where = files.directory
-    missing = [names[name] for name in weights.tensors if names[name] not in files.tensors]
+    absent = [name for name in weights.tensors if names[name] not in files.tensors]
+    missing = [names[name] for name in absent if name not in weights.tied]
     if missing:
         raise CheckpointError(
             f"{where}: {_listed(missing)} missing; the config asks for them: "
@@ -137,6 +138,8 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
             "correct the config, or remove them"
         )
     for name, tensor in weights.tensors.items():
+        if name in absent:
+            continue
         shape = files.tensors[names[name]].shape
         if shape != tensor.shape:
             raise CheckpointError(
@@ -145,15 +148,16 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
             )
     for tied, original in weights.tied.items():
         if names[tied] in files.tensors and not _equal(files, names[tied], names[original]):
+            key = "multi-token prediction" if tied in weights.tensors else "tie_word_embeddings"
             raise CheckpointError(
-                f"{where}: tie_word_embeddings is true, but {names[tied]} differs from "
-                f"{names[original]}; set it to false"
+                f"{where}: {names[tied]} differs from {names[original]}, and {key} says that they "
+                "are one; set it to false, or remove the tensors of the module"
             )
     layers = (weights.extra_layer(root + name) for name in files.tensors)
     left_out = sorted({layer for layer in layers if layer is not None})
     if left_out:
         _LOG.warning(
-            "%s: left out is multi-token prediction, which this model has none of: layers %s",
+            "%s: left out is multi-token prediction that is not read: layers %s",
             where,
             ", ".join(map(str, left_out)),
         )

@@ -3,6 +3,7 @@
 from jaxinfra.hf.config import computed as computed
 from jaxinfra.hf.config import from_hf_config as from_hf_config
 from jaxinfra.hf.config import plain_hf_config as plain_hf_config
+from jaxinfra.hf.config import prediction_prefix as prediction_prefix
 from jaxinfra.hf.config import quantization_of as quantization_of
 from jaxinfra.hf.config import to_hf_config as to_hf_config
 from jaxinfra.hf.mapping import WeightMap as WeightMap

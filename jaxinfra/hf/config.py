@@ -59,6 +59,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", llama.read_llama, llama.write_llama, weights.LLAMA),
     "mistral": Family("MistralForCausalLM", llama.read_mistral, llama.write_mistral, weights.LLAMA),
     "qwen2": Family("Qwen2ForCausalLM", llama.read_qwen2, llama.write_qwen2, weights.LLAMA),
+    "mimo": Family("MiMoForCausalLM", llama.read_mimo, llama.write_mimo, llama.MIMO),
     "qwen3": Family("Qwen3ForCausalLM", llama.read_qwen3, llama.write_qwen3, weights.LLAMA),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2, gemma.write_gemma2, weights.GEMMA2),
     "phi3": Family("Phi3ForCausalLM", llama.read_phi3, llama.write_phi3, weights.PHI3),
@@ -338,7 +339,7 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
             f"{model_type} config: its numbers do not fit together ({error}); restore it"
         ) from error
     keys.finish()
-    return dataclasses.replace(config, head=Head.SCORE) if is_scored else config
+    return dataclasses.replace(config, head=Head.SCORE, mtp=False) if is_scored else config
 
 
 def _require_one_label(values: Mapping[str, Any], model_type: str) -> None:
@@ -366,12 +367,26 @@ def quantization_of(values: Mapping[str, Any]) -> Quantization | None:
     return read_quantization(Keys(values, what="config"))
 
 
-def plain_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of the same model without quantization and without left-out layers."""
+def plain_hf_config(values: Mapping[str, Any], *, mtp: bool) -> dict[str, Any]:
+    """Returns the config of the same model without quantization and without left-out layers.
+
+    Args:
+        mtp: whether the model has its multi-token prediction.
+    """
     plain = {name: value for name, value in values.items() if name != "quantization_config"}
     if plain.get("num_nextn_predict_layers"):
-        plain["num_nextn_predict_layers"] = 0
+        plain["num_nextn_predict_layers"] = int(mtp)
     return plain
+
+
+def prediction_prefix(values: Mapping[str, Any], config: ModelConfig) -> str | None:
+    """Returns what names of a multi-token prediction module's tensors begin with; None where the
+    architecture has none that is read.
+    """
+    found = FAMILIES[model_type_of(values)].weights
+    table = found if isinstance(found, weights.WeightTable) else found(config)
+    module = table.prediction
+    return None if module is None else module.prefix.format(config.num_layers)
 
 
 def computed(config: ModelConfig) -> ModelConfig:
@@ -392,6 +407,7 @@ def computed(config: ModelConfig) -> ModelConfig:
             dataclasses.replace(stack, pattern=tuple(map(block, stack.pattern)))
             for stack in config.stacks
         ),
+        mtp_weight=ModelConfig.mtp_weight,
     )
 
 

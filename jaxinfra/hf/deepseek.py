@@ -1,7 +1,7 @@
 """Configs of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), both ways.
 
-Multi-token prediction is no part of these models; the layers that predict further tokens are left
-out. Keys of auxiliary losses do not change what a model computes.
+Of V3's multi-token prediction the first module is read, and others are left out. Keys of auxiliary
+losses do not change what a model computes.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxinfra.hf.sparse import read_sigmoid_routing
 
 _IGNORED = (
     *("seq_aux", "aux_loss_alpha", "output_router_logits", "router_aux_loss_coef"),
-    *("num_nextn_predict_layers", "ep_size"),
+    "ep_size",
 )
 _LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
 
@@ -88,7 +88,8 @@ def _read(
             scale=_scale(rope, nope_dim + rope_dim, scaling.get("mscale_all_dim")),
         )
 
-    dense = decoder_config(keys, mixer=latent)
+    predicts = keys.integer("num_nextn_predict_layers", 0) > 0
+    dense = decoder_config(keys, mixer=latent, model={"mtp": predicts})
     expert_dim = keys.integer("moe_intermediate_size")
     experts = ExpertsConfig(
         num_experts=keys.named("n_routed_experts", "num_local_experts", "num_experts"),
@@ -164,7 +165,7 @@ def _keys(config: ModelConfig) -> dict[str, Any]:
         "n_group": experts.routing.num_groups,
         "topk_group": experts.routing.top_groups,
         "first_k_dense_replace": routes(config).count(False),
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(config.mtp),
     }
 
 

@@ -18,6 +18,7 @@ from jaxinfra.hf.weights import (
     DOWN,
     FUSED_GATE_UP,
     LLAMA,
+    NEXT_LAYER,
     OUT,
     PRE_NORMS,
     PROJECTIONS,
@@ -62,7 +63,8 @@ def write_glm(config: ModelConfig) -> dict[str, Any]:
 def read_glm4_moe(keys: Keys) -> ModelConfig:
     """Reads GLM 4.5 to 4.7: sigmoid scores with a correction, dense layers before the others."""
     keys.require("num_key_value_heads")
-    keys.ignore(*LOSSES, "num_nextn_predict_layers")
+    keys.ignore(*LOSSES)
+    predicts = keys.integer("num_nextn_predict_layers", 0) > 0
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
     dense = decoder_config(
         keys,
@@ -70,6 +72,7 @@ def read_glm4_moe(keys: Keys) -> ModelConfig:
         default_fraction=0.5,
         qkv_bias=keys.flag("attention_bias", False),
         qk_norm=norm if keys.flag("use_qk_norm", False) else None,
+        model={"mtp": predicts},
     )
     routing = read_sigmoid_routing(keys, renormalizes=True)
     return read_experts_after_dense(keys, dense, routing, dense_by_default=1)
@@ -83,7 +86,7 @@ def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": attention.qkv_bias,
         "use_qk_norm": attention.qk_norm is not None,
         "partial_rotary_factor": fraction,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(config.mtp),
     }
 
 
@@ -103,5 +106,6 @@ SIGMOID_EXPERTS = dataclasses.replace(
     LLAMA,
     layer=(*LLAMA.layer, *experts("mlp", *PROJECTIONS, shared="shared_experts")),
     extra_layers=True,
+    prediction=NEXT_LAYER,
 )
 """Weights of models with experts as in DeepSeek-V3 over grouped attention."""

@@ -4,6 +4,7 @@ A reader takes the strict ``Keys`` of a config and returns the model, a writer r
 Shared code is in ``shared.py``, the table of architectures in ``config.py``.
 """
 
+import dataclasses
 from typing import Any
 
 from jaxinfra.config.model import (
@@ -19,6 +20,7 @@ from jaxinfra.hf.shared import (
     layer_windows,
     window_keys,
 )
+from jaxinfra.hf.weights import LLAMA, PredictionTable, joined_inputs, norm
 
 
 def read_llama(keys: Keys) -> ModelConfig:
@@ -49,6 +51,33 @@ def read_qwen2(keys: Keys) -> ModelConfig:
     keys.require("num_key_value_heads")
     keys.expect("qkv_bias", (True, None), "queries, keys and values have biases here")
     return decoder_config(keys, windows=layer_windows(keys), qkv_bias=True)
+
+
+def read_mimo(keys: Keys) -> ModelConfig:
+    """Reads MiMo: Qwen 2 with multi-token prediction."""
+    keys.expect("attention_bias", (True, None), "queries, keys and values have biases here")
+    predicts = keys.integer("num_nextn_predict_layers", 0) > 0
+    return dataclasses.replace(read_qwen2(keys), mtp=predicts)
+
+
+def write_mimo(config: ModelConfig) -> dict[str, Any]:
+    """Writes MiMo; inverse of ``read_mimo``."""
+    return write_qwen2(config) | {"num_nextn_predict_layers": int(config.mtp)}
+
+
+MIMO = dataclasses.replace(
+    LLAMA,
+    ignored=rf"{LLAMA.ignored}|model\.mtp_layers\..*",
+    prediction=PredictionTable(
+        prefix="model.mtp_layers.0.",
+        outside=(
+            *norm("token_layernorm", "embedding_norm"),
+            *norm("hidden_layernorm", "hidden_norm"),
+            joined_inputs("input_proj.weight", "hidden_projection", "embedding_projection"),
+            *norm("final_layernorm", "final_norm"),
+        ),
+    ),
+)
 
 
 def read_qwen3(keys: Keys) -> ModelConfig:

@@ -13,7 +13,7 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.config import FAMILIES
 from jaxinfra.hf.tensor_layout import Index, TensorLayout, parse_layout
-from jaxinfra.hf.weights import Rule, WeightTable
+from jaxinfra.hf.weights import PredictionTable, Rule, WeightTable
 from jaxinfra.model.definition import Parameters, by_path
 
 
@@ -89,7 +89,9 @@ class WeightMap:
     root: str
     ignored: re.Pattern[str] | None
     extra: tuple[re.Pattern[str], int] | None  # pattern of layers' names, and number of layers
-    tied: Mapping[str, str]  # from an optional tensor to the tensor that it must equal
+    # From a tensor that files need not have to the tensor that it must equal. One that is among
+    # the tensors is written too.
+    tied: Mapping[str, str]
 
     def parts_of(self, path: str) -> list[tuple[Tensor, Part]]:
         """Returns each (tensor, part) that holds a layer or expert of our parameter."""
@@ -98,13 +100,15 @@ class WeightMap:
     def is_in(self, stored: Collection[str]) -> bool:
         """Whether files have all of these tensors, under their names or without the root."""
         return all(
-            name in stored or name.removeprefix(self.root) in stored for name in self.tensors
+            name in stored or name.removeprefix(self.root) in stored
+            for name in self.tensors
+            if name not in self.tied
         )
 
     def extra_layer(self, name: str) -> int | None:
         """Returns the layer of a tensor that belongs to a layer after the model's last, or None.
 
-        Such layers are multi-token prediction, which is left out.
+        Such layers are modules of multi-token prediction that are left out.
         """
         if self.extra is None:
             return None
@@ -151,23 +155,55 @@ def _weight_map(
         prefix = table.layer_prefix.format(number)
         for each in table.layer:
             tensors += _resolve(each, prefix, f"blocks/{i}/", (repetition,), flat)
+    tied = {}
+    if config.mtp and table.prediction is not None:
+        of_module, tied = _of_prediction(table, table.prediction, config, flat, tensors)
+        tensors = [*of_module, *tensors]
     places = {
         (part.path, part.index): (tensor, part) for tensor in tensors for part in tensor.parts
     }
     _check_complete(model_type, flat, places)
-    tied = {}
     if config.tie_embeddings and config.head is Head.LOGITS:
-        (vocabulary,) = (t.name for t in tensors if t.parts[0].path == "embedding/table")
-        (head,) = (r.name for r in table.outside if r.parts[0][0] == "unembedding/table")
-        tied = {head: vocabulary}
+        vocabulary = places["embedding/table", ()][0].name
+        tied[_head(table)] = vocabulary
     return WeightMap(
         tensors={tensor.name: tensor for tensor in tensors},
         places=places,
         root=table.root,
         ignored=re.compile(table.ignored) if table.ignored else None,
-        extra=(_layer_names(table), config.num_layers) if table.extra_layers else None,
+        extra=(_layer_names(table), config.num_layers + config.mtp) if table.extra_layers else None,
         tied=tied,
     )
+
+
+def _head(table: WeightTable) -> str:
+    (name,) = (each.name for each in table.outside if each.parts[0][0] == "unembedding/table")
+    return name
+
+
+def _of_prediction(
+    table: WeightTable,
+    module: PredictionTable,
+    config: ModelConfig,
+    flat: Mapping[str, tuple[int, ...]],
+    tensors: Sequence[Tensor],
+) -> tuple[list[Tensor], dict[str, str]]:
+    """Returns the tensors of multi-token prediction, and of which of the model's some are copies.
+
+    Args:
+        tensors: those of the model.
+    """
+    prefix, known = module.prefix.format(config.num_layers), {each.name: each for each in tensors}
+    found = [each for rule in module.outside for each in _resolve(rule, prefix, "mtp/", (), flat)]
+    for rule in table.layer:
+        found += _resolve(rule, prefix + module.block, "mtp/block/", (0,), flat)
+    copies = {}
+    for name, original in module.copies:
+        if original not in known:  # the vocabulary is the embedding table
+            original = next(t.name for t in tensors if t.parts[0].path == "embedding/table")
+        found.append(dataclasses.replace(known[original], name=prefix + name))
+        copies[prefix + name] = original
+    return found, copies
 
 
 def _as_score(rule: Rule) -> Rule:

@@ -36,10 +36,13 @@ from jaxinfra.hf.weights import (
     PROJECTIONS,
     QK_NORM,
     QKV,
+    PredictionTable,
     Rule,
     WeightTable,
     beside,
     experts,
+    joined_inputs,
+    norm,
     rule,
 )
 
@@ -48,7 +51,6 @@ def read_qwen3_next(keys: Keys) -> ModelConfig:
     """Reads Qwen3-Next: three layers with a state to one with attention."""
     keys.require("num_key_value_heads", "head_dim")
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
-    keys.ignore("mtp_num_hidden_layers")
     routed = read_qwen_experts(
         keys,
         _attending(keys),
@@ -63,7 +65,6 @@ def read_qwen3_5(keys: Keys) -> ModelConfig:
     """Reads the text part of Qwen3.5: layers of Qwen3-Next with dense feed-forward layers."""
     keys.require("num_key_value_heads", "head_dim")
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
-    keys.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     return _with_gated_delta(_attending(keys), keys)
 
 
@@ -71,7 +72,7 @@ def read_qwen3_5_moe(keys: Keys) -> ModelConfig:
     """Reads the text part of Qwen3.5 with experts in every layer, one of them shared."""
     keys.require("num_key_value_heads", "head_dim")
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
-    keys.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", *LOSSES)
+    keys.ignore(*LOSSES)
     keys.ignore("intermediate_size")  # no layer is dense
     keys.expect("mlp_only_layers", ([], None), "every layer has experts here")
     routed = read_experts(
@@ -87,6 +88,7 @@ def _attending(keys: Keys, **more: Any) -> ModelConfig:
     """Reads the model as if all of its layers attended, and had dense feed-forward layers."""
     keys.expect("attn_output_gate", (True, None), "attention has a gate here")
     keys.ignore("mamba_ssm_dtype")
+    keys.expect("mtp_use_dedicated_embeddings", (False, None), "the module reads the model's table")
     bias, norm = keys.flag("attention_bias", False), _norm(keys)
     rope = read_rope(
         keys,
@@ -104,6 +106,7 @@ def _attending(keys: Keys, **more: Any) -> ModelConfig:
         out_bias=bias,
         qk_norm=norm,
         out_gate=True,
+        model={"mtp": keys.integer("mtp_num_hidden_layers", 0) > 0},
         **more,
     )
 
@@ -175,6 +178,7 @@ def _as_attending(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
         "linear_key_head_dim": mixer.key_dim,
         "linear_value_head_dim": mixer.value_dim,
         "linear_conv_kernel_dim": mixer.conv_width,
+        "mtp_num_hidden_layers": int(config.mtp),
     }
 
 
@@ -206,7 +210,20 @@ def _weights(inward: tuple[Rule, ...]) -> WeightTable:
             *experts("mlp", *PROJECTIONS, shared="shared_expert"),
         ),
         ignored=rf"{LLAMA.ignored}|mtp\..*",
+        prediction=_PREDICTION,
     )
+
+
+_PREDICTION = PredictionTable(
+    prefix="mtp.",
+    block="layers.0.",
+    outside=(
+        *norm("pre_fc_norm_embedding", "embedding_norm"),
+        *norm("pre_fc_norm_hidden", "hidden_norm"),
+        joined_inputs("fc.weight", "embedding_projection", "hidden_projection"),
+        *norm("norm", "final_norm"),
+    ),
+)
 
 
 def _fused(groups: int) -> tuple[Rule, ...]:

@@ -24,6 +24,17 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionTable:
+    """Tensors of a multi-token prediction module; those of its block are as a layer's."""
+
+    prefix: str  # of all of them; "{}" stands for the number of the model's layers
+    outside: tuple[Rule, ...]
+    block: str = ""  # what tensors of the block have between the prefix and their names
+    # Copies of the model's tensors, which files may have: their names, and the model's.
+    copies: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightTable:
     """All tensors of an architecture."""
 
@@ -32,8 +43,10 @@ class WeightTable:
     outside: tuple[Rule, ...]
     root: str  # prefix of all names; files of a model without its head lack it
     ignored: str | None = None  # pattern of tensors that are not weights
-    # Files may have layers after the model's last: multi-token prediction, which is left out.
+    # Files may have layers after the model's last: further modules of multi-token prediction, or
+    # all of them, which are left out.
     extra_layers: bool = False
+    prediction: PredictionTable | None = None  # None: such a module is left out
     # Tables of other files of the same models: of their makers, or of other releases of the
     # reference implementation. They are read; the table itself is what is written.
     others: tuple["WeightTable", ...] = ()
@@ -168,6 +181,26 @@ def experts(
     )
 
 
+def joined_inputs(name: str, *ours: str) -> Rule:
+    """Makes the rule of a projection of several inputs side by side, each with a weight of ours."""
+    parts = tuple((f"{each}/weight", "F D -> D F") for each in ours)
+    return Rule(name=name, parts=parts, fused_dim=1)
+
+
+NEXT_LAYER = PredictionTable(
+    prefix="model.layers.{}.",
+    outside=(
+        *norm("enorm", "embedding_norm"),
+        *norm("hnorm", "hidden_norm"),
+        joined_inputs("eh_proj.weight", "embedding_projection", "hidden_projection"),
+        *norm("shared_head.norm", "final_norm"),
+    ),
+    copies=(
+        ("embed_tokens.weight", "model.embed_tokens.weight"),
+        ("shared_head.head.weight", "lm_head.weight"),
+    ),
+)
+"""Multi-token prediction as the layer after the last: DeepSeek-V3, GLM 4.5."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = dataclasses.replace(
     LLAMA, layer=(*PRE_NORMS, *QKV, *OUT, *experts("block_sparse_moe", "w1", "w3", "w2"))
@@ -192,6 +225,7 @@ DEEPSEEK = dataclasses.replace(
         *experts("mlp", *PROJECTIONS, shared="shared_experts"),
     ),
     extra_layers=True,
+    prediction=NEXT_LAYER,
 )
 GPT_OSS = dataclasses.replace(
     LLAMA,

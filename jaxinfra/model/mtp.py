@@ -59,6 +59,7 @@ class MultiTokenPrediction(nnx.Module):
                 std=part.init_std,
                 execution=execution,
                 rngs=rngs,
+                whole=True,
             )
 
         self.hidden_norm, self.embedding_norm, self.final_norm = norm(), norm(), norm()

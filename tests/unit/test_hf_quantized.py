@@ -40,7 +40,7 @@ def in_fp8(x):
 
 @pytest.fixture
 def fp8(tmp_path):
-    """DeepSeek-V3 in FP8 with a layer that predicts further tokens, and the same model plainly."""
+    """DeepSeek-V3 in FP8 with a second module that predicts tokens, and the same model plainly."""
     quantized = shutil.copytree(GOLDEN / "deepseek_v3", tmp_path / "fp8")
     plain = shutil.copytree(GOLDEN / "deepseek_v3", tmp_path / "plain")
     tensors = load_file(quantized / "model.safetensors")
@@ -50,12 +50,12 @@ def fp8(tmp_path):
             stored[name], stored[f"{name}_scale_inv"], values[name] = in_fp8(x)
         else:
             stored[name] = x
-    stored["model.layers.3.eh_proj.weight"] = np.ones((4, 8), np.float32)
+    stored["model.layers.4.eh_proj.weight"] = np.ones((4, 8), np.float32)
     save(quantized, stored)
     save(plain, values)
     edit(
         quantized,
-        num_nextn_predict_layers=1,
+        num_nextn_predict_layers=2,
         quantization_config={
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
@@ -74,7 +74,7 @@ def edit(directory, **changes):
 def test_fp8_weights_are_what_they_stand_for(fp8, tmp_path, caplog):
     quantized, plain = map(load_pretrained, fp8)
     assert "left out is multi-token prediction" in caplog.text
-    assert "layers 3" in caplog.text
+    assert "layers 4" in caplog.text
     want = by_path(plain.parameters)
     for path, value in by_path(quantized.parameters).items():
         np.testing.assert_array_equal(value, want[path], err_msg=path)

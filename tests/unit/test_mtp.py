@@ -1,19 +1,16 @@
 """Multi-token prediction: its loss, and the drafts that an engine takes from it."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.data.batch import batch_of
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.training.gradients import batch_loss
 from tests.small_models import dense
 
 CONFIG = dense(mtp=True, vocab_size=24, mtp_weight=0.5)

@@ -501,7 +501,7 @@ def _looked_ahead(
     *,
     is_fresh: bool = False,
 ) -> DeviceState:
-    """Runs multi-token prediction on a step's tokens, whose last is followed by the drawn one.
+    """Runs multi-token prediction on a step's tokens, whose last is followed by the sampled one.
 
     That is a guess where a prompt goes on, and drafts may be the worse for it.
     """

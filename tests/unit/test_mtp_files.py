@@ -1,0 +1,164 @@
+"""Multi-token prediction in Hugging Face directories, by the published names of its tensors.
+
+The reference joins hidden state and embedding in NumPy. Block and vocabulary are those of a second
+directory: a model of one layer, whose embeddings are the joined rows and whose tensors are the
+module's, renamed. Families' layers themselves are held to transformers in ``test_families``.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.model_directory import read_model_directory, write_hf
+from jaxinfra.hf import from_hf_config, weight_map
+from jaxinfra.model.definition import define_model
+from jaxinfra.parallel.execution import execution_on
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+LENGTH = 7
+
+DEEPSEEK = {
+    "prefix": "model.layers.{}.",
+    "embedding": "enorm",
+    "hidden": "hnorm",
+    "join": "eh_proj",
+    "final": "shared_head.norm",
+    "copies": {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "shared_head.head.weight": "lm_head.weight",
+    },
+}
+MIMO = {
+    "prefix": "model.mtp_layers.0.",
+    "embedding": "token_layernorm",
+    "hidden": "hidden_layernorm",
+    "join": "input_proj",
+    "final": "final_layernorm",
+    "hidden_first": True,
+}
+QWEN = {
+    "prefix": "mtp.",
+    "block": "layers.0.",
+    "embedding": "pre_fc_norm_embedding",
+    "hidden": "pre_fc_norm_hidden",
+    "join": "fc",
+    "final": "norm",
+    "offset": 1.0,
+}
+
+
+def family(name):
+    """Config and names of a family."""
+
+    def golden(file):
+        found = json.loads((GOLDEN / file).read_text())
+        return found.get("config", found)
+
+    match name:
+        case "mimo":
+            config = golden("hf/qwen2/config.json")
+            more = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+            return config | more | {"num_nextn_predict_layers": 1}, MIMO
+        case "deepseek_v3":
+            return golden("hf/deepseek_v3/config.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
+        case "glm4_moe":
+            return golden("families/glm4_moe.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
+        case _:
+            return golden("families/qwen3_next.json"), QWEN
+
+
+def drawn(values, rng, *, mtp):
+    """Tensors of a config by their names; scales of norms are near their middle."""
+    config = dataclasses.replace(from_hf_config(values), mtp=mtp)
+    shapes = define_model(config, execution_on()).arrays
+    tensors = weight_map(values["model_type"], config, shapes).tensors
+    return {
+        name: rng.normal(0.0, 0.25, each.shape).astype(np.float32) for name, each in tensors.items()
+    }
+
+
+def written(path, values, tensors):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(values))
+    save_file(tensors, path / "model.safetensors")
+    return load_pretrained(path)
+
+
+def normed(x, scale, *, epsilon, offset):
+    mean = np.mean(x.astype(np.float64) ** 2, axis=-1, keepdims=True)
+    return x / np.sqrt(mean + epsilon) * (scale + offset)
+
+
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "glm4_moe", "qwen3_next")
+]
+
+
+@pytest.mark.parametrize("name", ["mimo", *SLOW])
+def test_a_published_module_is_read_computed_and_written(name, tmp_path):
+    values, names = family(name)
+    rng = np.random.default_rng(0)
+    tensors = drawn(values, rng, mtp=True)
+    prefix = names["prefix"].format(values["num_hidden_layers"])
+    for copy, original in names.get("copies", {}).items():
+        tensors[prefix + copy] = tensors[original]
+    model = written(tmp_path / "given", values, tensors)
+    assert model.definition.config.mtp
+    decoder = model.definition.bind(model.parameters)
+
+    ids = rng.integers(0, values["vocab_size"], LENGTH + 1)
+    hidden = decoder.hidden(jnp.asarray(ids[None, :-1]))
+    got = decoder.logits(decoder.predict(hidden, jnp.asarray(ids[None, 1:])).x)[0]
+
+    kept = {"epsilon": values["rms_norm_eps"], "offset": names.get("offset", 0.0)}
+    embedded = normed(
+        tensors["model.embed_tokens.weight"][ids[1:]],
+        tensors[f"{prefix}{names['embedding']}.weight"],
+        **kept,
+    )
+    before = normed(np.asarray(hidden[0]), tensors[f"{prefix}{names['hidden']}.weight"], **kept)
+    pair = [before, embedded] if names.get("hidden_first") else [embedded, before]
+    joined = np.concatenate(pair, axis=-1) @ tensors[f"{prefix}{names['join']}.weight"].T
+
+    once = values | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
+    once |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in values else {}
+    if name == "qwen3_next":
+        once = {k: v for k, v in once.items() if k != "num_nextn_predict_layers"}
+        once["layer_types"] = ["full_attention"]
+    block = drawn(once, rng, mtp=False)
+    layer = "model.layers.0."
+    for each in block:
+        if each.startswith(layer):
+            inside = names.get("block", "") + each.removeprefix(layer)
+            block[each] = tensors[prefix + inside]
+    table = np.zeros_like(tensors["model.embed_tokens.weight"])
+    table[:LENGTH] = joined
+    block["model.embed_tokens.weight"] = table
+    block["model.norm.weight"] = tensors[f"{prefix}{names['final']}.weight"]
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    block["lm_head.weight"] = head
+    once["tie_word_embeddings"] = False
+    second = written(tmp_path / "once", once, block)
+    want = second.definition.bind(second.parameters)(np.arange(LENGTH)[None])[0]
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+    directory = read_model_directory(tmp_path / "given")
+    write_hf(
+        directory.open(model.definition),
+        model.definition,
+        tmp_path / "again",
+        hf=directory.hf,
+        tokenizer_directory=tmp_path,
+        dtype=None,
+        max_shard_bytes=10**9,
+    )
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[each], tensors[each]) for each in tensors)
+    assert read_model_directory(tmp_path / "again").config == directory.config
