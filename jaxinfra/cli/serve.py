@@ -189,7 +189,8 @@ def _add_companions(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=Path,
         metavar="MODEL",
-        help="draft model that proposes --num-drafts tokens; without it, n-grams of the text do",
+        help="draft model that proposes --num-drafts tokens; without it, the model's multi-token "
+        "prediction does or, if it has none, n-grams of the text",
     )
 
 

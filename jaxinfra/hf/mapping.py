@@ -214,6 +214,8 @@ def _as_score(rule: Rule) -> Rule:
 def own_weight_map(shapes: Parameters) -> WeightMap:
     """Returns the map of our own layout, in which each parameter is a tensor of its path's name.
 
+    Files may also have multi-token prediction that the model leaves out.
+
     Args:
         shapes: ``ModelDefinition.arrays`` of the model.
     """
@@ -226,7 +228,8 @@ def own_weight_map(shapes: Parameters) -> WeightMap:
         part = Part(path=path, index=(), layout=layout, start=0)
         tensors[path] = Tensor(name=path, shape=leaf.shape, fused_dim=0, parts=(part,))
         places[path, ()] = tensors[path], part
-    return WeightMap(tensors=tensors, places=places, root="", ignored=None, extra=None, tied={})
+    ignored = re.compile("mtp/.*")
+    return WeightMap(tensors=tensors, places=places, root="", ignored=ignored, extra=None, tied={})
 
 
 def _layer_names(table: WeightTable) -> re.Pattern[str]:

@@ -112,7 +112,7 @@ class SourceModel:
 
 @contextlib.contextmanager
 def source_model(path: Path) -> Iterator[SourceModel]:
-    """Opens the model of a directory or a run to quantize it.
+    """Opens the model of a directory or a run to quantize it, without multi-token prediction.
 
     Raises:
         ConfigError: the weights are quantized already, or the run trained adapters.
@@ -123,15 +123,17 @@ def source_model(path: Path) -> Iterator[SourceModel]:
             raise ConfigError(
                 f"{path} is quantized already; quantize the checkpoint that it was made from"
             )
-        definition = define_model(directory.config, execution_on())
+        config = dataclasses.replace(directory.config, mtp=False)
+        directory = dataclasses.replace(directory, config=config)
+        definition = define_model(config, execution_on())
         yield SourceModel(
             definition=definition,
             source=directory.open(definition),
-            hf=hf_config_for(directory.config, directory.hf),
+            hf=hf_config_for(config, directory.hf),
             tokenizer_directory=path,
         )
         return
-    run = load_run(path, policy=PolicyName.FP32)
+    run = load_run(path, policy=PolicyName.FP32).without_mtp()
     config = run.definition.config
     if run.definition.lora is not None:
         raise ConfigError(
