@@ -389,6 +389,11 @@ def prediction_prefix(values: Mapping[str, Any], config: ModelConfig) -> str | N
     return None if module is None else module.prefix.format(config.num_layers)
 
 
+_MTP_WEIGHT = next(
+    field.default for field in dataclasses.fields(ModelConfig) if field.name == "mtp_weight"
+)
+
+
 def computed(config: ModelConfig) -> ModelConfig:
     """Returns the model config without training settings, such as dropout, which Hugging Face
     configs do not have.
@@ -407,7 +412,7 @@ def computed(config: ModelConfig) -> ModelConfig:
             dataclasses.replace(stack, pattern=tuple(map(block, stack.pattern)))
             for stack in config.stacks
         ),
-        mtp_weight=ModelConfig.mtp_weight,
+        mtp_weight=_MTP_WEIGHT,
     )
 
 

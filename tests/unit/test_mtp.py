@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.training.gradients import batch_loss
 from tests.small_models import dense
 
 CONFIG = dense(mtp=True, vocab_size=24, mtp_weight=0.5)
@@ -66,6 +68,35 @@ def accepted(tokens, first, last):
             held += 1
         total, at = total + held, at + held + 1
     return total
+
+
+def test_the_loss_is_of_the_token_after_next_in_the_same_document():
+    model, rng = definition().bind(parameters()), np.random.default_rng(1)
+    tokens, targets = rng.integers(0, CONFIG.vocab_size, (2, 1, 7))
+    targets[:, :-1] = tokens[:, 1:]
+    segments = np.array([[0, 0, 0, 1, 1, 1, -1]])
+    weights = np.array([[1, 1, 0, 1, 1, 0, 0]], np.float32)
+    batch = Batch(
+        tokens=tokens,
+        targets=targets,
+        segment_ids=segments,
+        positions=np.array([[0, 1, 2, 0, 1, 2, 0]]),
+        weights=weights,
+    )
+    kept = {"segment_ids": segments, "positions": batch.positions}
+
+    @jax.jit
+    def both():
+        hidden = model.hidden(tokens, **kept)
+        out = model.predict(hidden, np.roll(tokens, -1, axis=1), **kept)
+        sums = batch_loss(definition(), parameters(), batch, z_loss=0.0)
+        return sums, jax.nn.log_softmax(model.logits(out.x)[0])
+
+    sums, logs = both()
+    # Of the documents' tokens 0 1 2 and 3 4 5 those after next that count: 2 from 0, 5 from 3.
+    wanted = -sum(logs[at, tokens[0, at + 2]] for at in (0, 3))
+    np.testing.assert_allclose(sums.layers[-1].losses["mtp"], [0.5 * wanted], rtol=1e-5)
+    np.testing.assert_allclose(sums.objective - sums.nll, 0.5 * wanted, rtol=1e-4)
 
 
 def test_the_engine_drafts_what_the_module_predicts_and_keeps_the_text():

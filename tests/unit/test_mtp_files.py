@@ -74,7 +74,7 @@ def family(name):
 
 
 def drawn(values, rng, *, mtp):
-    """Tensors of a config by their names; scales of norms are near their middle."""
+    """Random tensors of a config, by their names."""
     config = dataclasses.replace(from_hf_config(values), mtp=mtp)
     shapes = define_model(config, execution_on()).arrays
     tensors = weight_map(values["model_type"], config, shapes).tensors
@@ -95,23 +95,46 @@ def normed(x, scale, *, epsilon, offset):
     return x / np.sqrt(mean + epsilon) * (scale + offset)
 
 
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "glm4_moe", "qwen3_next")
-]
+FAMILIES = ("mimo", "deepseek_v3", "glm4_moe", "qwen3_next")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:]]
 
 
-@pytest.mark.parametrize("name", ["mimo", *SLOW])
-def test_a_published_module_is_read_computed_and_written(name, tmp_path):
+def given(name, path):
+    """A directory of a family with random tensors: its config, names, tensors, and the model."""
     values, names = family(name)
-    rng = np.random.default_rng(0)
-    tensors = drawn(values, rng, mtp=True)
+    tensors = drawn(values, np.random.default_rng(0), mtp=True)
     prefix = names["prefix"].format(values["num_hidden_layers"])
     for copy, original in names.get("copies", {}).items():
         tensors[prefix + copy] = tensors[original]
-    model = written(tmp_path / "given", values, tensors)
-    assert model.definition.config.mtp
-    decoder = model.definition.bind(model.parameters)
+    return values, names | {"prefix": prefix}, tensors, written(path, values, tensors)
 
+
+@pytest.mark.parametrize("name", ["mimo", *SLOW])
+def test_a_published_module_is_read_and_written_bitwise(name, tmp_path):
+    _, _, tensors, model = given(name, tmp_path / "given")
+    assert model.definition.config.mtp
+    directory = read_model_directory(tmp_path / "given")
+    write_hf(
+        directory.open(model.definition),
+        model.definition,
+        tmp_path / "again",
+        hf=directory.hf,
+        tokenizer_directory=tmp_path,
+        dtype=None,
+        max_shard_bytes=10**9,
+    )
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[each], tensors[each]) for each in tensors)
+    assert read_model_directory(tmp_path / "again").config == directory.config
+
+
+@pytest.mark.slow  # by default its loss and drafts, in test_mtp
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_published_module_computes_its_equations(name, tmp_path):
+    values, names, tensors, model = given(name, tmp_path / "given")
+    decoder, prefix = model.definition.bind(model.parameters), names["prefix"]
+    rng = np.random.default_rng(1)
     ids = rng.integers(0, values["vocab_size"], LENGTH + 1)
     hidden = decoder.hidden(jnp.asarray(ids[None, :-1]))
     got = decoder.logits(decoder.predict(hidden, jnp.asarray(ids[None, 1:])).x)[0]
@@ -148,18 +171,3 @@ def test_a_published_module_is_read_computed_and_written(name, tmp_path):
     second = written(tmp_path / "once", once, block)
     want = second.definition.bind(second.parameters)(np.arange(LENGTH)[None])[0]
     np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
-
-    directory = read_model_directory(tmp_path / "given")
-    write_hf(
-        directory.open(model.definition),
-        model.definition,
-        tmp_path / "again",
-        hf=directory.hf,
-        tokenizer_directory=tmp_path,
-        dtype=None,
-        max_shard_bytes=10**9,
-    )
-    again = load_file(tmp_path / "again" / "model.safetensors")
-    assert again.keys() == tensors.keys()
-    assert all(np.array_equal(again[each], tensors[each]) for each in tensors)
-    assert read_model_directory(tmp_path / "again").config == directory.config
