@@ -251,8 +251,14 @@ def _kinds(
 
 
 def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
-    """Whether a Hugging Face config describes this model config."""
-    return from_hf_config(hf) == computed(config)
+    """Whether a Hugging Face config describes this model config.
+
+    Files say whether they have multi-token prediction, if the architecture has any.
+    """
+    read = from_hf_config(hf)
+    if prediction_prefix(hf, read) is not None:
+        read = dataclasses.replace(read, mtp=config.mtp)
+    return read == computed(config)
 
 
 def hf_config_for(config: ModelConfig, hf: Mapping[str, Any] | None) -> Mapping[str, Any]:

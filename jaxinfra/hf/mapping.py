@@ -136,16 +136,23 @@ def weight_map(
     """
     found = FAMILIES[model_type].weights
     table = found if isinstance(found, WeightTable) else found(config)
-    first = _weight_map(table, model_type, config, shapes)
+    tables = (table, *table.others)
+    maps = (_weight_map(each, model_type, config, shapes, tables, stored) for each in tables)
+    first = next(maps)
     if not table.others or first.is_in(stored):
         return first
-    others = (_weight_map(each, model_type, config, shapes) for each in table.others)
-    return next((each for each in others if each.is_in(stored)), first)
+    return next((each for each in maps if each.is_in(stored)), first)
 
 
 def _weight_map(
-    table: WeightTable, model_type: str, config: ModelConfig, shapes: Parameters
+    table: WeightTable,
+    model_type: str,
+    config: ModelConfig,
+    shapes: Parameters,
+    tables: Sequence[WeightTable],
+    stored: Collection[str],
 ) -> WeightMap:
+    """Resolves one table of an architecture; multi-token prediction may follow any of them."""
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
     outside = table.outside
     if config.head is Head.SCORE:
@@ -157,7 +164,11 @@ def _weight_map(
             tensors += _resolve(each, prefix, f"blocks/{i}/", (repetition,), flat)
     tied = {}
     if config.mtp and table.prediction is not None:
-        of_module, tied = _of_prediction(table, table.prediction, config, flat, tensors)
+        layers = [table.layer, *(each.layer for each in tables)]
+        found = [_of_prediction(each, table.prediction, config, flat, tensors) for each in layers]
+        of_module, tied = next(
+            (each for each in found if all(t.name in stored for t in each[0])), found[0]
+        )
         tensors = [*of_module, *tensors]
     places = {
         (part.path, part.index): (tensor, part) for tensor in tensors for part in tensor.parts
@@ -182,7 +193,7 @@ def _head(table: WeightTable) -> str:
 
 
 def _of_prediction(
-    table: WeightTable,
+    layer: Sequence[Rule],
     module: PredictionTable,
     config: ModelConfig,
     flat: Mapping[str, tuple[int, ...]],
@@ -195,7 +206,7 @@ def _of_prediction(
     """
     prefix, known = module.prefix.format(config.num_layers), {each.name: each for each in tensors}
     found = [each for rule in module.outside for each in _resolve(rule, prefix, "mtp/", (), flat)]
-    for rule in table.layer:
+    for rule in layer:
         found += _resolve(rule, prefix + module.block, "mtp/block/", (0,), flat)
     copies = {}
     for name, original in module.copies:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory, write_hf
 from jaxinfra.hf import from_hf_config, weight_map
-from jaxinfra.model.definition import define_model
+from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.parallel.execution import execution_on
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -127,6 +127,36 @@ def test_a_published_module_is_read_and_written_bitwise(name, tmp_path):
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[each], tensors[each]) for each in tensors)
     assert read_model_directory(tmp_path / "again").config == directory.config
+
+
+@pytest.mark.slow
+def test_experts_of_the_module_may_be_stored_otherwise_than_the_models(tmp_path):
+    """Each with tensors of its own, where the model's layers have all of them in one."""
+    values = json.loads((GOLDEN / "families/qwen3_5_moe.json").read_text())["config"]
+    tensors = drawn(values, np.random.default_rng(0), mtp=True)
+    mixed = {}
+    for name, x in tensors.items():
+        layer, _, last = name.partition(".mlp.experts.0.")
+        if not last or name.startswith("mtp."):
+            if ".mlp.experts." not in name or name.startswith("mtp."):
+                mixed[name] = x
+            continue
+        of_all = [
+            np.stack(
+                [
+                    tensors[f"{layer}.mlp.experts.{e}.{proj}.weight"]
+                    for e in range(100)
+                    if f"{layer}.mlp.experts.{e}.{proj}.weight" in tensors
+                ]
+            )
+            for proj in ("gate_proj", "up_proj", "down_proj")
+        ]
+        mixed[f"{layer}.mlp.experts.gate_up_proj"] = np.concatenate(of_all[:2], axis=1)
+        mixed[f"{layer}.mlp.experts.down_proj"] = of_all[2]
+    one, other = (written(tmp_path / n, values, t) for n, t in (("a", tensors), ("b", mixed)))
+    assert one.definition.config.mtp
+    for path, value in by_path(one.parameters).items():
+        np.testing.assert_array_equal(by_path(other.parameters)[path], value, err_msg=path)
 
 
 @pytest.mark.slow  # by default its loss and drafts, in test_mtp
