@@ -389,9 +389,7 @@ def prediction_prefix(values: Mapping[str, Any], config: ModelConfig) -> str | N
     return None if module is None else module.prefix.format(config.num_layers)
 
 
-_MTP_WEIGHT = next(
-    field.default for field in dataclasses.fields(ModelConfig) if field.name == "mtp_weight"
-)
+_MTP_WEIGHT: float = ModelConfig.__dataclass_fields__["mtp_weight"].default
 
 
 def computed(config: ModelConfig) -> ModelConfig:
