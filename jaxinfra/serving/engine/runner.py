@@ -84,8 +84,7 @@ class ModelRunner:
     Args:
         num_ids: token ids from this one on are never sampled.
         draft: a smaller model of the same vocabulary, which drafts tokens.
-        verify_length: tokens per row with drafts; None without speculative decoding. A model with
-            multi-token prediction and without a draft model drafts by that.
+        verify_length: tokens per row with drafts; None without speculative decoding.
         adapters: names of the adapters in the model's bank.
         store: where compiled programs are kept; None: nowhere.
     """
@@ -122,9 +121,7 @@ class ModelRunner:
             limits=limits,
             num_ids=num_ids,
         )
-        layers = [
-            each for block in model.config.blocks for each in (block.mixer, block.feed_forward)
-        ]
+        layers = [x for block in model.config.blocks for x in (block.mixer, block.feed_forward)]
         has_own = any(isinstance(each, OwnLayer) for each in layers)
         store = None if has_own else store  # the code of a user's layers is in no file's name
         devices = _devices(self._weights)
@@ -486,11 +483,10 @@ class ModelRunner:
                 ids, one = np.zeros(key.length, np.int32), np.int32(0)
                 function, arguments = programs.begin_history, (state, one, ids, one, one)
             case _:
-                function = functools.partial(getattr(programs, key.name), config=self._config)
-                if key.name != "score":
-                    function = functools.partial(function, is_full=key.is_full)
-                if key.name == "step":
-                    function = functools.partial(function, is_fresh=key.is_fresh)
+                kind = {} if key.name == "score" else {"is_full": key.is_full}
+                kind |= {"is_fresh": key.is_fresh} if key.name == "step" else {}
+                program = getattr(programs, key.name)
+                function = functools.partial(program, config=self._config, **kind)
                 rows = [GREEDY] * key.rows
                 sampling = jax.eval_shape(lambda: SamplingRows.of(rows, num_biases=MOST_BIASES))
                 blank = self._writer.write((), size=key.rows, length=key.length, sampling=sampling)
