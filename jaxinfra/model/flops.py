@@ -75,10 +75,15 @@ def training_flops(
 ) -> float:
     """Counts FLOPs of forward and backward: 3 times the forward, less frozen weights' gradients.
 
+    Multi-token prediction has its layer's attention, and multiplies with the vocabulary once more.
+
     Args:
         parameters, frozen: ``matmul_parameters`` of all weights and of frozen weights.
     """
     whole = 3.0 * forward_flops(config, parameters, length, batch=batch)
+    if config.mtp:
+        again = config.vocab_size * config.model_dim
+        whole += 3.0 * forward_flops(config.mtp_part, again, length, batch=batch)
     return whole - 2.0 * frozen * batch * length
 
 

@@ -1,5 +1,6 @@
 """Multi-token prediction: its loss, and the drafts that an engine takes from it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import define_model
+from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -97,6 +99,17 @@ def test_the_loss_is_of_the_token_after_next_in_the_same_document():
     wanted = -sum(logs[at, tokens[0, at + 2]] for at in (0, 3))
     np.testing.assert_allclose(sums.layers[-1].losses["mtp"], [0.5 * wanted], rtol=1e-5)
     np.testing.assert_allclose(sums.objective - sums.nll, 0.5 * wanted, rtol=1e-4)
+
+
+def test_flops_of_training_are_those_of_a_layer_more_with_two_projections_and_logits():
+    plain = dataclasses.replace(CONFIG, mtp=False)
+    deeper = dataclasses.replace(plain, stacks=(dataclasses.replace(plain.stacks[0], repeats=3),))
+    each = [
+        training_flops_per_token(define_model(config, execution_on()), 16)
+        for config in (CONFIG, deeper)
+    ]
+    added = 2 * CONFIG.model_dim**2 + CONFIG.vocab_size * CONFIG.model_dim
+    assert each[0] - each[1] == 6 * added
 
 
 def test_the_engine_drafts_what_the_module_predicts_and_keeps_the_text():
