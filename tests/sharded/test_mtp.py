@@ -41,12 +41,13 @@ def test_a_step_on_a_mesh_equals_one_device():
 @pytest.mark.slow
 def test_an_engine_on_a_mesh_draws_what_one_device_draws():
     options = EngineOptions(
-        max_running=2,
+        max_running=1,
         page_size=4,
         num_pages=17,
         max_step_tokens=24,
         chunk_sizes=(8,),
         num_drafts=2,
+        share_prefixes=False,
     )
     alone = decoder(MeshConfig(), ROUTED)
     want = [*recomputed(alone, PROMPTS, max_new_tokens=6, sampling=GREEDY)]
