@@ -35,6 +35,7 @@ def read_deepseek_v2(keys: Keys) -> ModelConfig:
     keys.expect("rope_interleave", (True, None), "neighbours are rotated")
     keys.expect("scoring_func", ("softmax",), "scores of this architecture are softmax")
     keys.expect("mlp_bias", (False,), "feed-forward layers here have no biases")
+    keys.ignore("num_nextn_predict_layers")  # no V2 has the module
     # The reference implementation does not read it, DeepSeek's own code does.
     keys.expect("norm_topk_prob", (False, None), "implementations differ in what it does here")
     method = keys.choice("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
@@ -57,11 +58,17 @@ def read_deepseek_v3(keys: Keys) -> ModelConfig:
     interleaved = keys.flag("rope_interleave", True)
     routing = read_sigmoid_routing(keys, renormalizes=True, scale=2.5, groups=None)
     pairs = RopePairs.NEIGHBOURS if interleaved else RopePairs.HALVES
-    return _read(keys, routing, pairs=pairs, dense_by_default=3)
+    predicts = keys.integer("num_nextn_predict_layers", 0) > 0
+    return _read(keys, routing, pairs=pairs, dense_by_default=3, predicts=predicts)
 
 
 def _read(
-    keys: Keys, routing: RoutingConfig, *, pairs: RopePairs, dense_by_default: int
+    keys: Keys,
+    routing: RoutingConfig,
+    *,
+    pairs: RopePairs,
+    dense_by_default: int,
+    predicts: bool = False,
 ) -> ModelConfig:
     keys.require("q_lora_rank", "n_shared_experts")
     keys.ignore(*_IGNORED)
@@ -88,7 +95,6 @@ def _read(
             scale=_scale(rope, nope_dim + rope_dim, scaling.get("mscale_all_dim")),
         )
 
-    predicts = keys.integer("num_nextn_predict_layers", 0) > 0
     dense = decoder_config(keys, mixer=latent, model={"mtp": predicts})
     expert_dim = keys.integer("moe_intermediate_size")
     experts = ExpertsConfig(

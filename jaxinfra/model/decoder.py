@@ -283,34 +283,6 @@ class Decoder(nnx.Module):
             behind=handed_on,
         )
 
-    def predict(
-        self,
-        hidden_BTD: Float[Array, "B T D"],
-        next_ids: Int[Array, "B T"],
-        *,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cache: KVCache | None = None,
-        contexts: Int[Array, "B"] | None = None,
-    ) -> LayerOutput:
-        """Computes hidden states whose logits predict the token after each of ``next_ids``.
-
-        Args:
-            hidden_BTD: x of ``run``, or of this method at the position before.
-            next_ids: the token after each position.
-            positions, segment_ids, contexts: of ``hidden_BTD``, as in ``run``.
-            cache: of the module's one layer.
-        """
-        assert self.mtp is not None, "ModelConfig.mtp"
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(next_ids.shape[1])[None], next_ids.shape)
-        (rope,) = self._rope_tables(self.mtp.part.blocks, positions, contexts)
-        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids, rope=rope)
-        with jax.named_scope("mtp"):
-            embedded_BTD = self.embed(next_ids, positions, None)
-            out = self.mtp(hidden_BTD, embedded_BTD, given, cache)
-        return dataclasses.replace(out, x=self._scaled(out.x))
-
     def _dropout_keys(
         self, key: jax.Array | None
     ) -> tuple[jax.Array | None, list[jax.Array | None]]:
@@ -416,9 +388,10 @@ class Decoder(nnx.Module):
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
         """Applies the final norm, and the scale of logits, to the last block's output."""
         with jax.named_scope("final_norm"):
-            return self._scaled(self.final_norm(x_BTD))
+            return self.scaled(self.final_norm(x_BTD))
 
-    def _scaled(self, hidden_BTD: jax.Array) -> jax.Array:
+    def scaled(self, hidden_BTD: jax.Array) -> jax.Array:
+        """Multiplies normalized hidden states by the scale of logits, and places them."""
         if self.config.logit_scale != 1.0:
             hidden_BTD = self.execution.policy.scaled(hidden_BTD, self.config.logit_scale)
         return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
@@ -448,17 +421,9 @@ class Decoder(nnx.Module):
         self, positions_BT: jax.Array, contexts_B: jax.Array | None = None
     ) -> list[RopeTable | None]:
         """Computes the RoPE table of each distinct block; None for blocks without RoPE."""
-        return self._rope_tables(self.config.blocks, positions_BT, contexts_B)
-
-    def _rope_tables(
-        self,
-        blocks: Sequence[BlockConfig],
-        positions_BT: jax.Array,
-        contexts_B: jax.Array | None,
-    ) -> list[RopeTable | None]:
         tables: dict[tuple[RopeConfig, int], RopeTable] = {}
         result: list[RopeTable | None] = []
-        for block in blocks:
+        for block in self.config.blocks:
             rope, head_dim = block.mixer.rope, block.mixer.rotated_dim
             if rope is None:
                 result.append(None)

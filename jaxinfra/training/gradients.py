@@ -23,6 +23,7 @@ from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.model.gradients import Gradients, added, nothing_added
 from jaxinfra.model.passes import Sums, joined
+from jaxinfra.model.prediction import predict
 from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
@@ -155,7 +156,8 @@ def _prediction_sums(
     segments_BT, weights_BT = batch.segment_ids, _ahead(batch.weights)
     if segments_BT is not None:
         weights_BT = jnp.where(segments_BT == _ahead(segments_BT), weights_BT, 0.0)
-    out = decoder.predict(
+    out = predict(
+        decoder,
         hidden_BTD,
         _ahead(batch.tokens),
         positions=batch.positions,

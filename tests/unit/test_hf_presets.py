@@ -60,7 +60,9 @@ def test_every_published_size_is_counted():
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() & PUBLISHED.keys()))
 def test_a_published_config_is_the_preset(name):
-    assert from_hf_config(PUBLISHED[name]) == MODELS[name]()
+    """But for multi-token prediction, which presets leave out."""
+    read = dataclasses.replace(from_hf_config(PUBLISHED[name]), mtp=False)
+    assert read == MODELS[name]()
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -10,6 +10,7 @@ import numpy as np
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import training_flops_per_token
+from jaxinfra.model.prediction import predict
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -54,7 +55,7 @@ def accepted(tokens, first, last):
         rows, found = jnp.arange(length), []
         for offset in range(NUM_DRAFTS):
             at = jnp.minimum(rows - 1 + offset, length - 1)
-            y_RTD = model.predict(x_RTD, next_RT).x
+            y_RTD = predict(model, x_RTD, next_RT).x
             found.append(jnp.argmax(model.logits(y_RTD)[rows, at, :NUM_IDS], axis=-1))
             behind = jnp.minimum(at + 1, length - 1)
             x_RTD = x_RTD.at[rows, behind].set(y_RTD[rows, at])
@@ -74,29 +75,28 @@ def accepted(tokens, first, last):
 
 def test_the_loss_is_of_the_token_after_next_in_the_same_document():
     model, rng = definition().bind(parameters()), np.random.default_rng(1)
-    tokens, targets = rng.integers(0, CONFIG.vocab_size, (2, 1, 7))
-    targets[:, :-1] = tokens[:, 1:]
-    segments = np.array([[0, 0, 0, 1, 1, 1, -1]])
-    weights = np.array([[1, 1, 0, 1, 1, 0, 0]], np.float32)
+    ids = rng.integers(0, CONFIG.vocab_size, (1, 8))
+    tokens = jnp.asarray(ids[:, :-1])
+    segments = jnp.array([[0, 0, 0, 1, 1, 1, -1]])
     batch = Batch(
         tokens=tokens,
-        targets=targets,
+        targets=jnp.asarray(ids[:, 1:]),
         segment_ids=segments,
-        positions=np.array([[0, 1, 2, 0, 1, 2, 0]]),
-        weights=weights,
+        positions=jnp.array([[0, 1, 2, 0, 1, 2, 0]]),
+        weights=jnp.array([[1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0]]),
     )
     kept = {"segment_ids": segments, "positions": batch.positions}
 
     @jax.jit
     def both():
         hidden = model.hidden(tokens, **kept)
-        out = model.predict(hidden, np.roll(tokens, -1, axis=1), **kept)
+        out = predict(model, hidden, jnp.roll(tokens, -1, axis=1), **kept)
         sums = batch_loss(definition(), parameters(), batch, z_loss=0.0)
         return sums, jax.nn.log_softmax(model.logits(out.x)[0])
 
     sums, logs = both()
     # Of the documents' tokens 0 1 2 and 3 4 5 those after next that count: 2 from 0, 5 from 3.
-    wanted = -sum(logs[at, tokens[0, at + 2]] for at in (0, 3))
+    wanted = -sum(logs[at, ids[0, at + 2]] for at in (0, 3))
     np.testing.assert_allclose(sums.layers[-1].losses["mtp"], [0.5 * wanted], rtol=1e-5)
     np.testing.assert_allclose(sums.objective - sums.nll, 0.5 * wanted, rtol=1e-4)
 
