@@ -1,5 +1,6 @@
 """Presets have the published sizes, and are what published configs translate into."""
 
+import dataclasses
 import functools
 import json
 import re
