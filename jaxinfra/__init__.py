@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from jaxinfra.config.model import MlpConfig as MlpConfig
     from jaxinfra.config.model import ModelConfig as ModelConfig
     from jaxinfra.config.model import NormConfig as NormConfig
-    from jaxinfra.config.model import QueryScaling as QueryScaling
     from jaxinfra.config.model import Stack as Stack
     from jaxinfra.config.optimizer import MuonConfig as MuonConfig
     from jaxinfra.config.optimizer import OptimizerConfig as OptimizerConfig
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from jaxinfra.config.rl import Algorithm as Algorithm
     from jaxinfra.config.rl import JudgeConfig as JudgeConfig
     from jaxinfra.config.rl import RlConfig as RlConfig
+    from jaxinfra.config.rope import QueryScaling as QueryScaling
     from jaxinfra.config.rope import RopeConfig as RopeConfig
     from jaxinfra.config.run import CheckpointConfig as CheckpointConfig
     from jaxinfra.config.run import KeptValues as KeptValues

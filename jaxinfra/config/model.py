@@ -16,27 +16,9 @@ from jaxinfra.config.recurrent import (
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
-from jaxinfra.config.rope import RopeConfig, check_rope
+from jaxinfra.config.rope import QueryScaling, RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.errors import ConfigError, UnsupportedError
-
-
-@record
-class QueryScaling:
-    """Growth of queries with their positions: 1 + rate * ln(1 + floor((position + first) / every)).
-
-    Examples:
-        >>> jaxinfra.QueryScaling(rate=0.1, every=8192, first=1)  # Llama 4's
-        QueryScaling(rate=0.1, every=8192, first=1)
-    """
-
-    rate: float  # factor of the logarithm
-    every: int  # positions between two values
-    first: int = 0  # what the number of a sequence's first position is
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(f"query_scaling every={self.every} must be at least 1")
 
 
 @record

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): its base, and the scalings for longer contexts."""
+"""Rotary position embedding (RoPE): its base, and scalings for longer contexts, also of queries."""
 
 import enum
 
@@ -120,3 +120,21 @@ def check_rope(rope: RopeConfig, *, head_dim: int) -> None:
         raise ConfigError(
             f"rope scaling factor={scaling.factor} must be at least 1: it lengthens contexts"
         )
+
+
+@record
+class QueryScaling:
+    """Growth of queries with their positions: 1 + rate * ln(1 + floor((position + first) / every)).
+
+    Examples:
+        >>> jaxinfra.QueryScaling(rate=0.1, every=8192, first=1)  # Llama 4's
+        QueryScaling(rate=0.1, every=8192, first=1)
+    """
+
+    rate: float  # factor of the logarithm
+    every: int  # positions between two values
+    first: int = 0  # what the number of a sequence's first position is
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"query_scaling every={self.every} must be at least 1")

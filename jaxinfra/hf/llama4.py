@@ -8,9 +8,8 @@ from jaxinfra.config.model import (
     GroupedAttentionConfig,
     ModelConfig,
     NormConfig,
-    QueryScaling,
 )
-from jaxinfra.config.rope import RopePairs
+from jaxinfra.config.rope import QueryScaling, RopePairs
 from jaxinfra.config.routing import RoutingConfig, Scoring
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys

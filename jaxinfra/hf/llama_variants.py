@@ -11,9 +11,8 @@ from jaxinfra.config.model import (
     GroupedAttentionConfig,
     ModelConfig,
     NormConfig,
-    QueryScaling,
 )
-from jaxinfra.config.rope import NtkScaling, RopeConfig, RopePairs
+from jaxinfra.config.rope import NtkScaling, QueryScaling, RopeConfig, RopePairs
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import read_rope

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
 from jaxinfra.config.kinds import QkNormOver
-from jaxinfra.config.model import GroupedAttentionConfig, QueryScaling
+from jaxinfra.config.model import GroupedAttentionConfig
+from jaxinfra.config.rope import QueryScaling
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Pass
