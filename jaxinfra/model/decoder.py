@@ -127,19 +127,12 @@ class Decoder(nnx.Module):
             execution = dataclasses.replace(execution, policy=unquantized(execution.policy))
         return self._stacked(block, repeats, execution, rngs)
 
-    def _stacked(
-        self, block: BlockConfig, repeats: int, execution: Execution, rngs: nnx.Rngs
-    ) -> Block:
+    def _stacked(self, block: BlockConfig, repeats: int, how: Execution, rngs: nnx.Rngs) -> Block:
         config = self.config
-        build = functools.partial(
-            Block,
-            block,
-            model_dim=config.model_dim,
-            std=config.init_std,
-            out_std=config.init_std / math.sqrt(2 * config.num_layers),
-            dropout_rate=config.dropout_rate,
-            execution=execution,
-        )
+        out_std = config.init_std / math.sqrt(2 * config.num_layers)
+        sizes = {"model_dim": config.model_dim, "std": config.init_std, "out_std": out_std}
+        rate = config.dropout_rate
+        build = functools.partial(Block, block, **sizes, dropout_rate=rate, execution=how)
         return stack(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
 
     def __call__(
