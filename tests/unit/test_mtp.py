@@ -6,8 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.presets.runs import tiny
+from jaxinfra.config.validate import validate
 from jaxinfra.data.batch import Batch
+from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.model.prediction import predict
@@ -131,3 +136,11 @@ def test_the_engine_drafts_what_the_module_predicts_and_keeps_the_text():
     wanted = accepted(text, len(prompt), len(text) - 1)
     assert engine.counts.accepted_tokens == wanted > 4
     assert engine.counts.steps == 1 + new - 1 - wanted
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(pipe=3), MeshConfig(context=2)])
+def test_axes_that_part_layers_or_sequences_are_refused(mesh):
+    run = tiny()
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, mtp=True), mesh=mesh)
+    with pytest.raises(ConfigError, match=r"model\.mtp"):
+        validate(run)
