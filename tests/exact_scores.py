@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.config.precision import Numerics, PolicyName, PrecisionConfig
+from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.model.definition import ModelDefinition, Parameters
 from jaxinfra.numerics.policy import Policy, policy_of
 from jaxinfra.parallel.place import Placement
@@ -20,6 +22,12 @@ from jaxinfra.training.preferences import target_values
 SHARED = (7, 31, 12, 5, 44, 9, 23, 18, 2)  # first tokens of two prompts
 PROMPTS = ((3, 50, 4), (*SHARED, 61, 8), tuple(range(1, 38)), (*SHARED, 5), (17,))
 NEW = 8  # tokens of each completion
+
+WINDOWED = {"window": 5, "sinks": True, "logit_soft_cap": 4.0}
+LATENT = LatentAttentionConfig(
+    num_q_heads=4, query_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=12,
+    rope=RopeConfig(pairs=RopePairs.NEIGHBOURS), window=21, scale=0.4,
+)  # fmt: skip
 
 SMALL_CHUNKS = EngineOptions(
     max_running=3,

@@ -199,8 +199,15 @@ class Decoder(nnx.Module):
         with jax.named_scope("logits"):
             recipe = self.execution.policy.recipe(Site.LOGITS)
             logits_BTV = self.execution.multiply(
-                "BTD,VD->BTV", hidden_BTD, self.vocabulary_table, recipe=recipe, out=recipe.accum
+                "BTD,VD->BTV",
+                hidden_BTD,
+                self.vocabulary_table,
+                recipe=recipe,
+                out=recipe.accum,
+                dims=(axes.VOCAB, axes.EMBED),
             )
+            if recipe.is_exact:  # or devices would sum their own parts of the vocabulary first
+                logits_BTV = self.execution.place(logits_BTV, (axes.BATCH, None, None))
             if self.logit_bias is not None:
                 bias_V = self.execution.policy.to_accum(self.logit_bias[...])
                 logits_BTV = logits_BTV + bias_V[None, None]

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 
+from jaxinfra import axes
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.kinds import Head, MlpKind, QkNormOver
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
+    LatentAttentionConfig,
     MlpConfig,
     ModelConfig,
 )
@@ -22,6 +24,9 @@ def check_exact(config: ModelConfig, execution: Execution) -> None:
     if not execution.policy.is_exact:
         return
     reasons = [reason for block in config.blocks for reason in _reasons(block)]
+    tensor = execution.place.shards(axes.Q_HEADS)
+    if tensor > 1:
+        reasons += [f"{each} over tensor={tensor}" for each in _split(config)]
     if execution.cache_format is not CacheFormat.PLAIN:
         reasons.append(
             f"cache={execution.cache_format.value}, whose keys are rounded where they are read "
@@ -32,15 +37,15 @@ def check_exact(config: ModelConfig, execution: Execution) -> None:
     if reasons:
         raise ConfigError(
             f"numerics=exact with {'; '.join(dict.fromkeys(reasons))}: it is proven for grouped "
-            "attention with rotary, learned or no positions, windows, sinks and soft caps, and for "
-            "dense layers and experts; set numerics=fast"
+            "and latent attention with rotary, learned or no positions, windows, sinks and soft "
+            "caps, and for dense layers and experts; set numerics=fast"
         )
 
 
 def _reasons(block: BlockConfig) -> Iterator[str]:
     """Names the parts of a block that have no exact form."""
     mixer, feed = block.mixer, block.feed_forward
-    if not isinstance(mixer, GroupedAttentionConfig):
+    if not isinstance(mixer, GroupedAttentionConfig | LatentAttentionConfig):
         yield f"mixer {type(mixer).__name__}, whose sums follow the length of a chunk"
         return
     if isinstance(feed, ExpertsConfig):
@@ -49,6 +54,12 @@ def _reasons(block: BlockConfig) -> Iterator[str]:
         yield f"feed_forward {type(feed).__name__}, whose sums are your own"
     if block.norm.function is not None:
         yield f"norm function={block.norm.function!r}, whose sums are your own"
+    if mixer.rope is not None and isinstance(mixer.rope.scaling, LongRopeScaling):
+        yield "LongRoPE, whose angles depend on how long a text will be"
+    if block.stream_scale:
+        yield "stream_scale"
+    if isinstance(mixer, LatentAttentionConfig):
+        return
     if mixer.function is not None:
         yield f"attention function={mixer.function!r}, whose sums are your own"
     if mixer.chunk is not None:
@@ -57,10 +68,24 @@ def _reasons(block: BlockConfig) -> Iterator[str]:
         yield "distance_slopes"
     if mixer.out_gate:
         yield "out_gate"
-    if mixer.value_norm is not None or block.stream_scale:
-        yield "value_norm or stream_scale"
-    if mixer.rope is not None and isinstance(mixer.rope.scaling, LongRopeScaling):
-        yield "LongRoPE, whose angles depend on how long a text will be"
+    if mixer.value_norm is not None:
+        yield "value_norm"
+
+
+def _split(config: ModelConfig) -> Iterator[str]:
+    """Names the parts of a model whose sums a tensor axis would put into another order."""
+    for block in config.blocks:
+        mixer = block.mixer
+        if isinstance(block.feed_forward, ExpertsConfig):
+            yield "experts"
+        if (
+            isinstance(mixer, GroupedAttentionConfig)
+            and mixer.qk_norm is not None
+            and mixer.qk_norm_over is QkNormOver.ALL_HEADS
+        ):
+            yield "qk_norm_over=all_heads"
+    if config.head is Head.SCORE:
+        yield "head=score"
 
 
 def _reasons_of_experts(config: ExpertsConfig) -> Iterator[str]:

@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -23,7 +24,8 @@ from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.rope import apply_rope
 from jaxinfra.ops.attention import expanded
-from jaxinfra.ops.cached_attention import as_cached
+from jaxinfra.ops.cached_attention import Pages, as_cached
+from jaxinfra.ops.exact_attention import rebuilt_heads
 
 _HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
 
@@ -102,9 +104,11 @@ class LatentAttention(nnx.Module):
         if config.rope is not None and given.rope is not None:
             pairs = config.rope.pairs
             nope_BTNH, rot_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
-            rot_BTNP = apply_rope(rot_BTNP, given.rope, pairs=pairs)
+            is_exact = self.execution.policy.is_exact
+            rot_BTNP = apply_rope(rot_BTNP, given.rope, pairs=pairs, is_exact=is_exact)
             q_BTNH = jnp.concatenate([nope_BTNH, rot_BTNP], axis=-1)
-            key_BTP = apply_rope(key_BTP[:, :, None], given.rope, pairs=pairs)[:, :, 0]
+            key_BT1P = key_BTP[:, :, None]
+            key_BTP = apply_rope(key_BT1P, given.rope, pairs=pairs, is_exact=is_exact)[:, :, 0]
         q_BTNH = self.execution.place(q_BTNH, _HEADS)
         cache = given.cache
         assert not isinstance(cache, StateCache | JointCache), "CacheSpec"
@@ -154,6 +158,8 @@ class LatentAttention(nnx.Module):
         what would rebuild values multiplies the result (section 2.1.2 there).
         """
         config, recipe = self.config, self.kv_up.recipe.unquantized
+        if self.execution.policy.is_exact:
+            return self._decode_heads(q_BTNH, cache, given)
         up_RNH = self.kv_up.merged_weight
         nope_BTNH, rot_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
         multiply = self.execution.multiply
@@ -167,3 +173,20 @@ class LatentAttention(nnx.Module):
             positions_BT=given.positions_BT,
         )
         return multiply("BTNR,RNH->BTNH", out_BTNR, up_RNH[..., config.nope_dim :], recipe=recipe)
+
+    def _decode_heads(self, q_BTNH: jax.Array, cache: TokenCache, given: Pass) -> jax.Array:
+        """Attention to keys and values rebuilt from the cached latents, as in training."""
+        execution, config = self.execution, self.config
+        rows = cache.view().tokens(q_BTNH.dtype)
+        up_BSNH = self.kv_up(rows["latent"])
+        k_BSNH, v_BSNH = expanded(up_BSNH, rows["rotated_key"], config=config)
+        heads = {"k": execution.place(k_BSNH, _HEADS), "v": execution.place(v_BSNH, _HEADS)}
+        return execution.kernels.decode(
+            q_BTNH,
+            Pages(
+                arrays={name: x[None] for name, x in heads.items()},
+                layer=np.zeros((), np.int32),
+            ),
+            config=rebuilt_heads(config),
+            positions_BT=given.positions_BT,
+        )

@@ -313,10 +313,14 @@ def append_packed_heads(
     positions_BT: jax.Array,
     rope: tuple[jax.Array, jax.Array] | None,
     is_empty: bool,
+    is_ordered: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
     """Rotates packed q, k, v heads (RoPE) and appends k, v to pages in one Hopper kernel.
 
     Returns q and the pools, or None if the kernel does not support the call.
+
+    Args:
+        is_ordered: rotate as ``apply_rope`` does with exact numerics.
     """
     # On a Hopper GPU, where heads turn whole.
     if (
@@ -341,7 +345,8 @@ def append_packed_heads(
         is_plain = pages.format is CacheFormat.PLAIN
         if not is_plain or not attends_chunk(q_BTNH, k, v, pages.tables_BM):
             return None
-    q_BTNH, *pools = pallas_kernels.append_heads(
+    append = functools.partial(
+        pallas_kernels.append_heads,
         heads_BTNH,
         k,
         v,
@@ -351,5 +356,12 @@ def append_packed_heads(
         k_scale=pages.arrays.get("k" + SCALE),
         v_scale=pages.arrays.get("v" + SCALE),
     )
+    if is_ordered:
+        try:
+            q_BTNH, *pools = append(implementation="hopper", is_ordered=True)
+        except pallas_kernels.UnsupportedError:
+            return None
+    else:
+        q_BTNH, *pools = append()
     names = [name for name in ("k", "v", "k" + SCALE, "v" + SCALE) if name in pages.arrays]
     return q_BTNH, dict(zip(names, pools, strict=True))

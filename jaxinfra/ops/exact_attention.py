@@ -5,7 +5,7 @@ its sums is the same in a packed training row, in a chunk of a prompt and in a d
 pages. All blocks have one shape, and a loop computes one at a time.
 
 Dims: B batch, T query position, S key position, Q query of a block, C key of a block, N query
-heads, K key/value heads, G query heads per key/value head, H head width, I block.
+heads, K key/value heads, H head width, I block of a row.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
-from jaxinfra.config.model import GroupedAttentionConfig
+from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig, MixerConfig
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.exact import pinned, rounded
@@ -49,16 +49,19 @@ type _KeysAt = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 def exact_attention(
     q_BTNH: Float[Array, "B T N H"],
     k_BTKH: Float[Array, "B T K H"],
-    v_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K Hv"],
     *,
-    config: GroupedAttentionConfig,
+    config: MixerConfig,
     segment_ids_BT: Int[Array, "B T"] | None,
     sinks_N: Float[Array, "N"] | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N Hv"]:
     """Computes self-attention within documents, as ``ops.attention.attention`` does.
 
     The gradient is that of ``flash_attention_gradient``; only the result has a fixed order.
     """
+    if isinstance(config, LatentAttentionConfig):
+        config = rebuilt_heads(config)
+    assert isinstance(config, GroupedAttentionConfig), "check_exact"
     if device.target().is_gpu:
         _check_on_gpu(config)
         if segment_ids_BT is not None:
@@ -124,8 +127,33 @@ def exact_cached_attention(
     return jnp.where(positions_BT[:, :, None, None] >= 0, out_BTNH, jnp.zeros((), out_BTNH.dtype))
 
 
-PROVEN_WIDTH = 128
-"""Width of heads whose bits were compared on an H200."""
+def rebuilt_heads(config: LatentAttentionConfig) -> GroupedAttentionConfig:
+    """Returns the attention of heads whose keys and values are rebuilt from latents.
+
+    Exact numerics have no other form of latent attention: sums over latents would be others than
+    those over the keys that a training pass rebuilds.
+
+    Raises:
+        UnsupportedError: on a GPU, where its bits were not compared.
+    """
+    if device.target().is_gpu:
+        raise UnsupportedError(
+            "numerics=exact with latent attention on a GPU: its bits were not compared there; set "
+            "numerics=fast"
+        )
+    return GroupedAttentionConfig(
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_q_heads,
+        head_dim=config.head_dim,
+        rope=None,
+        window=config.window,
+        logit_soft_cap=config.logit_soft_cap,
+        scale=config.scale,
+    )
+
+
+PROVEN_WIDTHS = (64, 128)
+"""Widths of heads whose bits were compared on an H200."""
 
 
 def _check_on_gpu(config: GroupedAttentionConfig) -> None:
@@ -134,16 +162,16 @@ def _check_on_gpu(config: GroupedAttentionConfig) -> None:
         f"{name}={value}"
         for name, value in (
             ("window", config.window),
-            ("logit_soft_cap", config.logit_soft_cap),
             ("sinks", config.sinks or None),
-            ("head_dim", None if config.head_dim == PROVEN_WIDTH else config.head_dim),
+            ("head_dim", None if config.head_dim in PROVEN_WIDTHS else config.head_dim),
         )
         if value is not None
     ]
     if unproven:
         raise UnsupportedError(
             f"numerics=exact with {', '.join(unproven)} on a GPU: its kernels are proven for heads "
-            f"of {PROVEN_WIDTH} without windows, caps and sinks; set numerics=fast"
+            f"of {' or '.join(map(str, PROVEN_WIDTHS))} without windows and sinks; set "
+            "numerics=fast"
         )
 
 
@@ -173,69 +201,91 @@ def _block(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a block's results [Q, N, H] in q's dtype, and its logsumexp, fp32 [Q, N].
 
+    Heads are computed one by one, so that their bits do not depend on how many a device has.
+
     Args:
         first: position of the first query in its sequence; the others follow.
         end: number of the sequence's keys.
         sinks_N: logits without values; -inf or None for none.
     """
-    _num_heads, width = q_QNH.shape[1:]
-    k_CKH, _ = jax.eval_shape(keys_at, jax.ShapeDtypeStruct((), jnp.int32))
-    num_kv_heads = k_CKH.shape[1]
-    q_KGQH = jnp.moveaxis(q_QNH.reshape(QUERIES, num_kv_heads, -1, width), 0, 2)
+    num_heads = q_QNH.shape[1]
+    k_CKH, v_CKH = jax.eval_shape(keys_at, jax.ShapeDtypeStruct((), jnp.int32))
+    group = num_heads // k_CKH.shape[1]
     positions_Q = first + jnp.arange(QUERIES, dtype=jnp.int32)
-
-    def step(j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        largest_KGQ1, total_KGQ1, out_KGQH = sums
-        k_CKH, v_CKH = keys_at(j * KEYS)
-        slots_C = j * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
-        is_there_C = slots_C < end
-        v_CKH = jnp.where(is_there_C[:, None, None], v_CKH, jnp.zeros((), v_CKH.dtype))
-        age_QC = positions_Q[:, None] - slots_C[None]
-        sees_QC = (age_QC >= 0) & is_there_C[None]
-        if scores.window is not None:
-            sees_QC &= age_QC < scores.window
-        s_KGQC = pinned_einsum("KGQH,CKH->KGQC", q_KGQH, k_CKH, result=ACCUMULATOR)
-        s_KGQC = pinned(s_KGQC * scores.scale)
-        if scores.soft_cap is not None:
-            s_KGQC = pinned(scores.soft_cap * jnp.tanh(s_KGQC / scores.soft_cap))
-        s_KGQC = jnp.where(sees_QC[None, None], s_KGQC, -jnp.inf)
-        new_KGQ1 = jnp.maximum(largest_KGQ1, jnp.max(s_KGQC, axis=-1, keepdims=True))
-        decay_KGQ1 = jnp.exp(largest_KGQ1 - new_KGQ1)
-        weights_KGQC = jnp.exp(s_KGQC - new_KGQ1)
-        values = pinned_einsum(
-            "KGQC,CKH->KGQH", rounded(weights_KGQC, v_CKH.dtype), v_CKH, result=ACCUMULATOR
-        )
-        total_KGQ1 = pinned(decay_KGQ1 * total_KGQ1) + jnp.sum(weights_KGQC, axis=-1, keepdims=True)
-        return new_KGQ1, total_KGQ1, pinned(decay_KGQ1 * out_KGQH) + values
-
-    shape = q_KGQH.shape[:3]
-    largest_KGQ1 = jnp.full((*shape, 1), _NOTHING, ACCUMULATOR)
-    zeros = jnp.zeros((*shape, 1), ACCUMULATOR)
-    start = (largest_KGQ1, zeros, jnp.zeros(q_KGQH.shape, ACCUMULATOR))
     begin = jnp.int32(0)
     if scores.window is not None:
         begin = jnp.maximum(first - scores.window + 1, 0) // KEYS
-    last = jnp.minimum(first + QUERIES, end)
-    sums = jax.lax.fori_loop(begin, -(-last // KEYS), step, start)
-    return _finished(sums, sinks_N, q_QNH)
+    last = -(-jnp.minimum(first + QUERIES, end) // KEYS)
+
+    def head(n: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_QH = jax.lax.optimization_barrier(q_QNH[:, n])
+        largest_Q1 = jnp.full((QUERIES, 1), _NOTHING, ACCUMULATOR)
+        start = (
+            largest_Q1,
+            jnp.zeros_like(largest_Q1),
+            jnp.zeros((QUERIES, v_CKH.shape[2]), ACCUMULATOR),
+        )
+
+        def step(j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            slots_C = j * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
+            k_CH, v_CH = (x[:, n // group] for x in keys_at(j * KEYS))
+            return _with_keys(scores, sums, q_QH, k_CH, v_CH, positions_Q, slots_C, end)
+
+        sums = jax.lax.fori_loop(begin, last, step, start)
+        sink = None if sinks_N is None else sinks_N[n].astype(ACCUMULATOR)
+        return jax.lax.optimization_barrier(_finished(sums, sink, q_QH.dtype))
+
+    out_NQH, lse_NQ = jax.lax.map(head, jnp.arange(num_heads, dtype=jnp.int32))
+    return jnp.moveaxis(out_NQH, 0, 1), lse_NQ.T
+
+
+def _with_keys(
+    scores: _Scores,
+    sums: tuple[jax.Array, ...],
+    q_QH: jax.Array,
+    k_CH: jax.Array,
+    v_CH: jax.Array,
+    positions_Q: jax.Array,
+    slots_C: jax.Array,
+    end: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Adds a block of keys to a head's largest score, sum of weights and sum of values."""
+    largest_Q1, total_Q1, out_QH = sums
+    is_there_C = slots_C < end
+    v_CH = jnp.where(is_there_C[:, None], v_CH, jnp.zeros((), v_CH.dtype))
+    age_QC = positions_Q[:, None] - slots_C[None]
+    sees_QC = (age_QC >= 0) & is_there_C[None]
+    if scores.window is not None:
+        sees_QC &= age_QC < scores.window
+    s_QC = pinned_einsum("QH,CH->QC", q_QH, k_CH, result=ACCUMULATOR)
+    s_QC = pinned(s_QC * scores.scale)
+    if scores.soft_cap is not None:
+        s_QC = pinned(scores.soft_cap * jnp.tanh(s_QC / scores.soft_cap))
+    s_QC = jnp.where(sees_QC, s_QC, -jnp.inf)
+    new_Q1 = jnp.maximum(largest_Q1, jnp.max(s_QC, axis=-1, keepdims=True))
+    decay_Q1 = jnp.exp(largest_Q1 - new_Q1)
+    weights_QC = jnp.exp(s_QC - new_Q1)
+    values_QH = pinned_einsum(
+        "QC,CH->QH", rounded(weights_QC, v_CH.dtype), v_CH, result=ACCUMULATOR
+    )
+    total_Q1 = pinned(decay_Q1 * total_Q1) + jnp.sum(weights_QC, axis=-1, keepdims=True)
+    return new_Q1, total_Q1, pinned(decay_Q1 * out_QH) + values_QH
 
 
 def _finished(
-    sums: tuple[jax.Array, ...], sinks_N: jax.Array | None, q_QNH: jax.Array
+    sums: tuple[jax.Array, ...], sink: jax.Array | None, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Divides by the softmax's sum, the share of the sinks included."""
-    largest_KGQ1, total_KGQ1, out_KGQH = sums
-    if sinks_N is not None:
-        sinks_KG11 = sinks_N.astype(ACCUMULATOR).reshape(*out_KGQH.shape[:2], 1, 1)
-        new_KGQ1 = jnp.maximum(largest_KGQ1, sinks_KG11)
-        decay_KGQ1 = jnp.exp(largest_KGQ1 - new_KGQ1)
-        total_KGQ1 = pinned(decay_KGQ1 * total_KGQ1) + jnp.exp(sinks_KG11 - new_KGQ1)
-        largest_KGQ1, out_KGQH = new_KGQ1, decay_KGQ1 * out_KGQH
-    is_empty_KGQ1 = total_KGQ1 == 0.0
-    out_KGQH = out_KGQH / jnp.where(is_empty_KGQ1, 1.0, total_KGQ1)
-    lse_KGQ1 = jnp.where(is_empty_KGQ1, -jnp.inf, largest_KGQ1 + jnp.log(total_KGQ1))
-    out_QNH = jnp.moveaxis(out_KGQH, 2, 0).reshape(q_QNH.shape)
-    return rounded(out_QNH, q_QNH.dtype), jnp.moveaxis(lse_KGQ1[..., 0], 2, 0).reshape(QUERIES, -1)
+    """Divides a head's sums by the softmax's, the share of its sink included."""
+    largest_Q1, total_Q1, out_QH = sums
+    if sink is not None:
+        new_Q1 = jnp.maximum(largest_Q1, sink)
+        decay_Q1 = jnp.exp(largest_Q1 - new_Q1)
+        total_Q1 = pinned(decay_Q1 * total_Q1) + jnp.exp(sink - new_Q1)
+        largest_Q1, out_QH = new_Q1, decay_Q1 * out_QH
+    is_empty_Q1 = total_Q1 == 0.0
+    out_QH = out_QH / jnp.where(is_empty_Q1, 1.0, total_Q1)
+    lse_Q1 = jnp.where(is_empty_Q1, -jnp.inf, largest_Q1 + jnp.log(total_Q1))
+    return rounded(out_QH, dtype), lse_Q1[:, 0]
 
 
 def _packed(
@@ -285,7 +335,9 @@ def _packed(
         start = zero, zero, zero, results
         return jax.lax.while_loop(lambda carry: carry[0] < length, block, start)[3]
 
-    start = jnp.zeros_like(q_BTNH), jnp.full(q_BTNH.shape[:3], -jnp.inf, ACCUMULATOR)
+    shape = q_BTNH.shape[:3]
+    out_BTNH = jnp.zeros((*shape, v_BTKH.shape[3]), q_BTNH.dtype)
+    start = out_BTNH, jnp.full(shape, -jnp.inf, ACCUMULATOR)
     out_BTNH, lse_BTN = jax.lax.fori_loop(0, batch, row, start)
     return out_BTNH[:, :length], lse_BTN[:, :length]
 

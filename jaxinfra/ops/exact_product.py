@@ -1,22 +1,31 @@
 """Products of activations and weights whose rows have the same bits however many there are.
 
 Libraries choose an order of the sum by the shape of the whole product. Here every row is part of a
-tile of a fixed number of rows, and all tiles are products of one shape.
+tile of a fixed number of rows, and all tiles are products of one shape. Dims that a tensor axis may
+shard are cut into four parts, or two if four do not divide them, on one device too. Sums over parts
+are added in a binary tree, of which a device has a branch.
 
-Dims: M row, R row of a tile, K width in, N width out.
+Dims: M row, R row of a tile, K width in, N width out, P part of K, C part of a weight.
 """
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from jaxinfra.axes import KV_HEADS, MLP, Q_HEADS, VOCAB, Dims
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.exact import by_tiles, rounded
 from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
+
+SPLIT_DIMS = frozenset({Q_HEADS, KV_HEADS, MLP, VOCAB})
+"""Logical dims of weights that are cut into parts."""
+MOST_PARTS = 4
+LEAST_WIDTH = 128  # of a weight's dims, that the kernels take
 
 
 def can_pack() -> bool:
@@ -24,7 +33,16 @@ def can_pack() -> bool:
     return device.target().is_gpu
 
 
-def ordered_einsum(spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype) -> jax.Array:
+def ordered_einsum(
+    spec: str,
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    out: jnp.dtype,
+    dims: Dims | None = None,
+    shards: int = 1,
+    gather: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
     """Computes ``einsum(spec, x, weight)`` of operands of one dtype, with sums in fp32.
 
     An element depends on its row of x and its column of the weight alone. It has no gradient.
@@ -33,17 +51,21 @@ def ordered_einsum(spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype
         spec: indices that x and the weight share, and the result lacks, are x's last and the
             weight's in any places; those that all three share are x's and the result's first.
         out: dtype of the result.
+        dims: logical dims of the weight.
+        shards: number of devices that share those of its dims that are cut into parts.
+        gather: function that stacks the sums of these devices, if x's last dims are shared.
     """
     operands, out_dims = spec.split("->")
     x_dims, weight_dims = operands.split(",")
+    names = dict(zip(weight_dims, dims or (None,) * weight.ndim, strict=True))
     if x_dims[0] in weight_dims and x_dims[0] in out_dims:  # a weight for each
         at = weight_dims.index(x_dims[0])
-        one = f"{x_dims[1:]},{weight_dims[:at]}{weight_dims[at + 1 :]}->{out_dims[1:]}"
-
-        def each(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return ordered_einsum(one, *pair, out=out)
-
-        return jax.lax.map(each, (x, jnp.moveaxis(weight, at, 0)))
+        letters = weight_dims[:at] + weight_dims[at + 1 :]
+        one = functools.partial(
+            ordered_einsum, f"{x_dims[1:]},{letters}->{out_dims[1:]}", out=out,
+            dims=tuple(names[letter] for letter in letters), shards=shards, gather=gather,
+        )  # fmt: skip
+        return jax.lax.map(lambda pair: one(*pair), (x, jnp.moveaxis(weight, at, 0)))
     inner = [dim for dim in x_dims if dim not in out_dims]
     rows = [dim for dim in x_dims if dim in out_dims]
     columns = [dim for dim in weight_dims if dim in out_dims]
@@ -58,15 +80,65 @@ def ordered_einsum(spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype
         assert is_transposed or [*weight_dims] == inner + columns, spec
         width = math.prod(sizes[dim] for dim in columns)
         matrix = weight.reshape(width, -1) if is_transposed else weight.reshape(-1, width)
-        try:
-            y_MN = pallas_kernels.ordered_matmul(
-                x_MK, matrix, transposed=is_transposed, out_dtype=out
-            )
-        except pallas_kernels.UnsupportedError as error:
-            raise UnsupportedError(f"numerics=exact: {error}; set numerics=fast") from error
-        return y_MN.reshape(shape)
+        return _by_kernel(x_MK, matrix, is_transposed=is_transposed, out=out).reshape(shape)
     weight_KN = jnp.einsum(f"{weight_dims}->{''.join(inner + columns)}", weight)
     weight_KN = weight_KN.reshape(x_MK.shape[1], -1)
-    product = functools.partial(pinned_einsum, "RK,KN->RN", result=ACCUMULATOR)
-    y_MN = by_tiles(lambda x_RK: product(x_RK, jax.lax.optimization_barrier(weight_KN)), x_MK)
+    depth, width = (
+        math.gcd(sizes[each[0]], MOST_PARTS // shards) if names[each[0]] in SPLIT_DIMS else 1
+        for each in (inner, columns)
+    )
+    y_MN = _added(_parts(x_MK, weight_KN, depth, width))
+    if gather is not None:
+        y_MN = _added(gather(y_MN))
     return rounded(y_MN, out).reshape(shape)
+
+
+def _by_kernel(
+    x_MK: jax.Array, weight: jax.Array, *, is_transposed: bool, out: jnp.dtype
+) -> jax.Array:
+    """The product by a Hopper kernel; an adapter's rank is filled up with zeros, which add none."""
+    depth, width = weight.shape[::-1] if is_transposed else weight.shape
+    more_K, more_N = (max(LEAST_WIDTH - size, 0) for size in (depth, width))
+    more = ((0, more_N), (0, more_K)) if is_transposed else ((0, more_K), (0, more_N))
+    try:
+        y_MN = pallas_kernels.ordered_matmul(
+            jnp.pad(x_MK, ((0, 0), (0, more_K))),
+            jnp.pad(weight, more),
+            transposed=is_transposed,
+            out_dtype=out,
+        )
+    except pallas_kernels.UnsupportedError as error:
+        raise UnsupportedError(f"numerics=exact: {error}; set numerics=fast") from error
+    return y_MN[:, :width]
+
+
+def _parts(x_MK: jax.Array, weight_KN: jax.Array, depth: int, width: int) -> jax.Array:
+    """Sums of each part of K, fp32 [P, M, N]; every part of N is a product of its own."""
+    weight_CKN = jnp.moveaxis(
+        weight_KN.reshape(depth, weight_KN.shape[0] // depth, width, -1), 2, 1
+    ).reshape(depth * width, weight_KN.shape[0] // depth, -1)
+    weight_CKN = jax.lax.optimization_barrier(weight_CKN)
+
+    def product(x_RK: jax.Array, weight_KN: jax.Array) -> jax.Array:
+        operands = jax.lax.optimization_barrier((x_RK, weight_KN))
+        y_RN = pinned_einsum("RK,KN->RN", *operands, result=ACCUMULATOR)
+        return jax.lax.optimization_barrier(y_RN)
+
+    def tile(x_RK: jax.Array) -> jax.Array:
+        if depth * width == 1:
+            return product(x_RK, weight_CKN[0])
+        x_PRK = jnp.moveaxis(x_RK.reshape(len(x_RK), depth, -1), 1, 0)
+        y_CRN = jax.lax.map(
+            lambda at: product(x_PRK[at // width], weight_CKN[at]), jnp.arange(depth * width)
+        )
+        return jnp.moveaxis(y_CRN, 1, 0).reshape(len(x_RK), -1)
+
+    y_MN = by_tiles(tile, x_MK)
+    return jnp.moveaxis(y_MN.reshape(len(x_MK), depth, -1), 1, 0)
+
+
+def _added(sums_PMN: jax.Array) -> jax.Array:
+    """Adds sums, a power of two, in a binary tree of neighbours."""
+    while len(sums_PMN) > 1:
+        sums_PMN = sums_PMN[0::2] + sums_PMN[1::2]
+    return sums_PMN[0]

@@ -89,7 +89,15 @@ class Gather(Protocol):
 class OrderedProduct(Protocol):
     """A function of ``exact_product.ordered_einsum``'s arguments, for a device or a mesh."""
 
-    def __call__(self, spec: str, x: jax.Array, weight: jax.Array, *, out: jnp.dtype) -> jax.Array:
+    def __call__(
+        self,
+        spec: str,
+        x: jax.Array,
+        weight: jax.Array,
+        *,
+        out: jnp.dtype,
+        dims: Dims | None = None,
+    ) -> jax.Array:
         """Computes ``einsum(spec, x, weight)``, each row in an order of its own."""
         ...
 
@@ -122,7 +130,8 @@ def multiply(
         out: dtype of the result; ``recipe.compute`` by default.
         weight: a quantized weight is a constant (see ``multiply_quantized``); the gradient of a
             gathered weight goes to its shard.
-        record, dims, devices: as in ``multiply_fp8``; used only if the recipe has fp8.
+        record, devices: as in ``multiply_fp8``; used only if the recipe has fp8.
+        dims: logical dims of the weight, for fp8 and ordered products.
         ordered: product of the forward pass; None: whatever is fastest.
     """
     if isinstance(weight, QuantizedWeight):
@@ -145,7 +154,7 @@ def multiply(
             spec, x, weight, recipe=recipe, out=out, record=record, dims=dims, devices=devices
         )
     x = x.x if isinstance(x, Input) else x
-    return _einsum(spec, x, weight, recipe=recipe, out=out, ordered=ordered)
+    return _einsum(spec, x, weight, recipe=recipe, out=out, ordered=ordered, dims=dims)
 
 
 def _einsum(
@@ -156,6 +165,7 @@ def _einsum(
     recipe: Recipe,
     out: jnp.dtype | None,
     ordered: OrderedProduct | None,
+    dims: Dims | None,
 ) -> jax.Array:
     """``multiply`` of arrays in the compute dtype, with its gradients."""
     compute, gradient = recipe.compute, recipe.gradient
@@ -173,7 +183,8 @@ def _einsum(
     def product(x: jax.Array, share: jax.Array, value: jax.Array) -> jax.Array:
         if ordered is None:
             return dot(spec, x, value, out or compute)
-        return ordered(spec, rounded(x, compute), rounded(value, compute), out=out or compute)
+        operands = rounded(x, compute), rounded(value, compute)
+        return ordered(spec, *operands, out=out or compute, dims=dims)
 
     def forward(x: jax.Array, share: jax.Array, value: jax.Array):
         return product(x, share, value), (x, value)

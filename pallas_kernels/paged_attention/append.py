@@ -92,6 +92,7 @@ def append_heads(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     implementation: AppendImplementation = "auto",
+    is_ordered: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Rotates (RoPE) queries and keys of a packed QKV product; writes keys and values to pages.
 
@@ -109,6 +110,7 @@ def append_heads(
             the largest code.
         implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns, all rotated),
             "xla", or "auto": hopper if it supports the call, else xla.
+        is_ordered: round each product of the kernel's rotation before it is added.
 
     Returns:
         Queries [B, T, N, H], ``k_pages`` and ``v_pages``; ``k_scale`` and ``v_scale`` where given.
@@ -149,7 +151,9 @@ def append_heads(
         because = None if name == "hopper" else f"not hopper: {why_not()}"
         announce("append_heads", name, case, because=because)
     if name == "hopper":
-        return append_heads_hopper(heads, pools, page_tables, positions, rope, code=code)
+        return append_heads_hopper(
+            heads, pools, page_tables, positions, rope, code=code, is_ordered=is_ordered
+        )
     q, k, v = jnp.split(heads, (num_q_heads, num_q_heads + num_kv_heads), axis=2)
     cos, sin = (jnp.broadcast_to(x, (*positions.shape, x.shape[-1])) for x in rope)
     new = {"k": _rotated(k, cos, sin), "v": v}

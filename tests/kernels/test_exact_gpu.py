@@ -9,10 +9,13 @@ import pytest
 
 import pallas_kernels
 from jaxinfra.config.precision import Numerics, PolicyName
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.execution import DecodeForm
+from jaxinfra.model.rope import apply_rope, rope_table
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import stored_as_computed
+from jaxinfra.ops.exact_product import ordered_einsum
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -33,20 +36,52 @@ def test_a_row_of_a_product_is_the_same_among_any_number():
         assert np.array_equal(pallas_kernels.ordered_matmul(x[:rows], w), whole[:rows])
 
 
-def test_a_token_attends_as_in_its_whole_row():
-    q, k, v = random(1, 1, 256, 8, 128), random(2, 1, 256, 2, 128), random(3, 1, 256, 2, 128)
-    whole = pallas_kernels.flash_attention(q, k, v, is_causal=True)
-    pools = [x.reshape(-1, 64, 2, 128) for x in (k, v)]
-    ordered = functools.partial(pallas_kernels.paged_attention, is_ordered=True)
-    for first, count in ((0, 1), (130, 1), (255, 1), (37, 100)):
+@pytest.mark.parametrize("spec", ["BTD,Dr->BTr", "BTr,rD->BTD"])
+def test_a_row_of_an_adapters_product_is_the_same_among_any_number(spec):
+    size = {"D": 512, "r": 3}
+    x = random(1, 1, 300, size[spec[2]])
+    w = random(2, *(size[letter] for letter in spec[4:6]))
+    product = functools.partial(ordered_einsum, spec, weight=w, out=jnp.dtype("float32"))
+    whole = product(x)
+    np.testing.assert_allclose(whole, jnp.einsum(spec, x, w), atol=0.5)
+    for rows in (1, 64, 256):
+        assert np.array_equal(product(x[:, :rows]), whole[:, :rows])
+
+
+@pytest.mark.parametrize("rows", [3, 64])
+def test_the_kernel_that_appends_keys_rotates_as_training_does(rows):
+    heads, pools = random(5, rows, 1, 16, 128), [jnp.zeros((rows, 64, 4, 128), jnp.bfloat16)] * 2
+    at = 7 * jnp.arange(rows)[:, None] % 61
+    angles = rope_table(RopeConfig(), head_dim=128, positions_BT=at, is_exact=True)
+    q, k, _ = jax.jit(
+        functools.partial(pallas_kernels.append_heads, implementation="hopper", is_ordered=True)
+    )(heads, *pools, jnp.arange(rows)[:, None], at, angles)
+    want = jax.jit(functools.partial(apply_rope, is_exact=True))(heads[:, :, :12], angles)
+    assert np.array_equal(q, want[:, :, :8])
+    assert np.array_equal(k[jnp.arange(rows), at[:, 0]], want[:, 0, 8:])
+
+
+@pytest.mark.parametrize(("width", "cap"), [(128, None), (128, 30.0), (64, None)])
+def test_a_token_attends_as_in_its_whole_row(width, cap):
+    q = random(1, 1, 256, 8, width)
+    k, v = random(2, 1, 256, 2, width), random(3, 1, 256, 2, width)
+    whole = pallas_kernels.flash_attention(
+        q, k, v, is_causal=True, logit_soft_cap=cap, implementation="hopper"
+    )
+    pools = [x.reshape(-1, 64, 2, width) for x in (k, v)]
+    ordered = functools.partial(pallas_kernels.paged_attention, is_ordered=True, soft_cap=cap)
+    ends = ((0, 1), (255, 1)) if (width, cap) == (128, None) else ()
+    for first, count in (*ends, (130, 1), (37, 100)):
         part, lengths = slice(first, first + count), jnp.array([first + count])
         got = ordered(q[:, part], *pools, jnp.arange(4)[None], lengths)
         assert np.array_equal(got, whole[:, part])
 
 
-def test_scores_of_an_engine_are_those_of_training():
+# Four heads of keys are rotated and appended by a kernel, two are not.
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_scores_of_an_engine_are_those_of_training(kv_heads):
     config = dense(
-        model_dim=256, heads=(8, 2), head_dim=128, hidden_dim=256, vocab_size=192,
+        model_dim=256, heads=(8, kv_heads), head_dim=128, hidden_dim=256, vocab_size=192,
         tie_embeddings=False,
     )  # fmt: skip
     numbers = stored_as_computed(policy(PolicyName.BF16, Numerics.EXACT))

@@ -10,9 +10,11 @@ import numpy as np
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
+from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import ContextMethod, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import ModelDefinition, define_model
+from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
@@ -39,6 +41,7 @@ class Case:
     remat: Remat = Remat.NONE
     context_method: ContextMethod = ContextMethod.AUTO
     rows: int = ROWS
+    policy: Policy = POLICIES[PolicyName.FP32]
 
     @property
     def batch(self) -> Batch:
@@ -54,6 +57,7 @@ def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinitio
     )
     execution = execution_on(
         placement,
+        policy=case.policy,
         context_method=case.context_method,
         remat=case.remat,
     )

@@ -30,9 +30,11 @@ from pallas_kernels.norm.formulas import NormForm, forward
 from pallas_kernels.rows.choice import config_for
 from pallas_kernels.rows.formula import RowCall
 from tests.exact_scores import (
+    LATENT,
     PROMPTS,
     SMALL_CHUNKS,
     WHOLE_PROMPTS,
+    WINDOWED,
     num_different,
     policy,
     random_parameters,
@@ -40,8 +42,6 @@ from tests.exact_scores import (
     trained_scores,
 )
 from tests.small_models import dense
-
-WINDOWED = {"window": 5, "sinks": True, "logit_soft_cap": 4.0}
 
 
 def made(config, name=PolicyName.FP32, numerics=Numerics.EXACT):
@@ -118,6 +118,24 @@ def test_scores_of_a_mixture_of_experts_are_those_of_training(name, routing):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [PolicyName.FP32, PolicyName.BF16], ids=["fp32", "bf16"])
+def test_scores_of_latent_attention_are_those_of_training(name):
+    config = dense(**WIDE)
+    block = dataclasses.replace(config.blocks[0], mixer=LATENT)
+    config = dataclasses.replace(config, stacks=stacked(block, num_layers=2))
+    definition, tree = made(config, name)
+    found = sampled(Engine(definition.bind(tree), options=SMALL_CHUNKS))
+    assert num_different(found, trained_scores(definition, tree, found)) == 0
+
+
+def test_latent_attention_is_refused_on_a_gpu():
+    q = jax.ShapeDtypeStruct((1, 64, 4, 12), jnp.bfloat16)
+    attend = functools.partial(exact_attention, config=LATENT, segment_ids_BT=None)
+    with compiling_for(H200), pytest.raises(UnsupportedError, match="latent attention on a GPU"):
+        jax.eval_shape(attend, q, q, q)
+
+
+@pytest.mark.slow
 def test_scores_with_an_adapter_are_those_of_its_training():
     execution = execution_on(policy=policy(PolicyName.BF16))
     definition = define_model(dense(**WIDE), execution, lora=LoraConfig(rank=3, alpha=5.0))
@@ -177,8 +195,8 @@ def test_attention_that_was_not_compared_on_a_gpu_is_refused():
 
 
 def test_a_mesh_that_splits_sums_is_refused():
-    placement = Placement(mesh=make_mesh(MeshConfig(tensor=2), devices=jax.devices()[:2]))
-    with pytest.raises(UnsupportedError, match=r"mesh with tensor=2.*replica or fsdp"):
+    placement = Placement(mesh=make_mesh(MeshConfig(context=2), devices=jax.devices()[:2]))
+    with pytest.raises(UnsupportedError, match=r"mesh with context=2.*give their devices to"):
         execution_on(placement, policy=policy(PolicyName.FP32))
 
 

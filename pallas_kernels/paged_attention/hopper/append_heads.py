@@ -54,6 +54,7 @@ def append_heads_hopper(
     rope: tuple[jax.Array, jax.Array],
     *,
     code: WeightCode | None = None,
+    is_ordered: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes ``append_heads`` by the kernel, for a call that ``unsupported_append`` accepts.
 
@@ -73,6 +74,7 @@ def append_heads_hopper(
         T=length,
         dtype=heads_BTNH.dtype,
         code=code,
+        is_ordered=is_ordered,
     )
     refs = dict(zip(pools, references(list(pools.values())), strict=True))
     found = launch(
@@ -103,6 +105,7 @@ class _AppendHeads:
     T: int
     dtype: jnp.dtype
     code: WeightCode | None
+    is_ordered: bool
 
     def run(self, gmem, smem) -> None:
         """Runs one block: four heads of a token."""
@@ -195,5 +198,8 @@ class _AppendHeads:
             )
             for x in (gmem.cos, gmem.sin)
         )
-        pair = first * cos - second * sin, second * cos + first * sin
+        products = first * cos, second * sin, second * cos, first * sin
+        if self.is_ordered:  # or a compiler may fuse a product into the sum behind it
+            products = tuple(jnp.where(x == x, x, jnp.nan) for x in products)
+        pair = products[0] - products[1], products[2] + products[3]
         return [half.astype(self.dtype) for half in pair]
