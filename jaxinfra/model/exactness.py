@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxinfra import axes
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.config.kinds import Head, MlpKind, QkNormOver
+from jaxinfra.config.kinds import Head, MlpKind, NormKind, QkNormOver
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
@@ -17,6 +17,7 @@ from jaxinfra.config.rope import LongRopeScaling
 from jaxinfra.config.routing import Scoring
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.execution import Execution
+from jaxinfra.ops.exact_product import are_kernels
 
 
 def check_exact(config: ModelConfig, execution: Execution) -> None:
@@ -24,6 +25,8 @@ def check_exact(config: ModelConfig, execution: Execution) -> None:
     if not execution.policy.is_exact:
         return
     reasons = [reason for block in config.blocks for reason in _reasons(block)]
+    if are_kernels():
+        reasons += [f"{each} on a GPU" for each in _not_compared(config)]
     tensor = execution.place.shards(axes.Q_HEADS)
     if tensor > 1:
         reasons += [f"{each} over tensor={tensor}" for each in _split(config)]
@@ -70,6 +73,27 @@ def _reasons(block: BlockConfig) -> Iterator[str]:
         yield "out_gate"
     if mixer.value_norm is not None:
         yield "value_norm"
+
+
+def _not_compared(config: ModelConfig) -> Iterator[str]:
+    """Names the parts of a model whose bits were not compared on a GPU."""
+    norms = [config.final_norm, *filter(None, [config.embedding_norm])]
+    for block in config.blocks:
+        mixer, feed = block.mixer, block.feed_forward
+        norms.append(block.norm)
+        if isinstance(mixer, LatentAttentionConfig):
+            yield "latent attention"
+        elif isinstance(mixer, GroupedAttentionConfig) and mixer.qk_norm is not None:
+            norms.append(mixer.qk_norm)
+            if mixer.qk_norm_over is not QkNormOver.HEAD:
+                yield f"qk_norm_over={mixer.qk_norm_over.value}"
+        if isinstance(feed, ExpertsConfig):
+            yield "experts"
+        elif isinstance(feed, MlpConfig) and feed.kind is not MlpKind.SWIGLU:
+            yield f"layers of kind={feed.kind.value}"
+    for norm in norms:
+        if norm.kind is not NormKind.RMS or norm.bias or not norm.scale:
+            yield "norms other than RMSNorm with a scale and no bias"
 
 
 def _split(config: ModelConfig) -> Iterator[str]:

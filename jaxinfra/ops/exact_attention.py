@@ -132,15 +132,7 @@ def rebuilt_heads(config: LatentAttentionConfig) -> GroupedAttentionConfig:
 
     Exact numerics have no other form of latent attention: sums over latents would be others than
     those over the keys that a training pass rebuilds.
-
-    Raises:
-        UnsupportedError: on a GPU, where its bits were not compared.
     """
-    if device.target().is_gpu:
-        raise UnsupportedError(
-            "numerics=exact with latent attention on a GPU: its bits were not compared there; set "
-            "numerics=fast"
-        )
     return GroupedAttentionConfig(
         num_q_heads=config.num_q_heads,
         num_kv_heads=config.num_q_heads,

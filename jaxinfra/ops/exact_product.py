@@ -28,8 +28,10 @@ MOST_PARTS = 4
 LEAST_WIDTH = 128  # of a weight's dims, that the kernels take
 
 
-def can_pack() -> bool:
-    """Tells whether columns of a product have the same bits beside other columns."""
+def are_kernels() -> bool:
+    """Tells whether products are those of Hopper kernels, whose columns have the same bits beside
+    other columns.
+    """
     return device.target().is_gpu
 
 
@@ -75,7 +77,7 @@ def ordered_einsum(
     row_shape = x.shape[: len(rows)]
     shape = (*row_shape, *(sizes[dim] for dim in columns))
     x_MK = x.reshape(math.prod(row_shape), -1)
-    if device.target().is_gpu:
+    if are_kernels():
         is_transposed = [*weight_dims] == columns + inner
         assert is_transposed or [*weight_dims] == inner + columns, spec
         width = math.prod(sizes[dim] for dim in columns)

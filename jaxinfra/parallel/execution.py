@@ -22,7 +22,7 @@ from jaxinfra.ops.attention import attention as self_attention
 from jaxinfra.ops.cached_attention import cached_attention
 from jaxinfra.ops.decode_layers import decode_layers
 from jaxinfra.ops.exact_attention import exact_attention, exact_cached_attention
-from jaxinfra.ops.exact_product import can_pack
+from jaxinfra.ops.exact_product import are_kernels
 from jaxinfra.ops.linear_attention import linear_attention
 from jaxinfra.ops.multiply import Multiply
 from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode, ShardedDecodeLayers
@@ -99,7 +99,7 @@ def execution_on(
 
 def _check_packed(policy: Policy) -> None:
     """Raises UnsupportedError if projections of one input cannot be one product."""
-    if policy.is_exact and not can_pack():
+    if policy.is_exact and not are_kernels():
         raise UnsupportedError(
             "packed projections with numerics=exact: a product's order of sums is that of its own "
             "columns; leave packed=False"

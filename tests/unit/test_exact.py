@@ -10,13 +10,15 @@ import pytest
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.kinds import MlpKind, NormKind
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import ExpertsConfig, stacked
+from jaxinfra.config.model import ExpertsConfig, MlpConfig, NormConfig, stacked
 from jaxinfra.config.precision import Fp8Matmuls, Numerics, PolicyName, PrecisionConfig
 from jaxinfra.config.routing import RoutingConfig, Scoring
 from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import define_model
+from jaxinfra.model.exactness import check_exact
 from jaxinfra.model.execution import Recomputation
 from jaxinfra.ops.exact_attention import exact_attention
 from jaxinfra.ops.exact_rows import whole_tiles
@@ -128,11 +130,21 @@ def test_scores_of_latent_attention_are_those_of_training(name):
     assert num_different(found, trained_scores(definition, tree, found)) == 0
 
 
-def test_latent_attention_is_refused_on_a_gpu():
-    q = jax.ShapeDtypeStruct((1, 64, 4, 12), jnp.bfloat16)
-    attend = functools.partial(exact_attention, config=LATENT, segment_ids_BT=None)
-    with compiling_for(H200), pytest.raises(UnsupportedError, match="latent attention on a GPU"):
-        jax.eval_shape(attend, q, q, q)
+def test_layers_that_were_not_compared_on_a_gpu_are_refused():
+    config = dense()
+    changed = {
+        "latent attention": {"mixer": LATENT},
+        "kind=gelu": {"feed_forward": MlpConfig(hidden_dim=8, kind=MlpKind.GELU)},
+        "experts": {"feed_forward": ExpertsConfig(num_experts=2, top_k=1, hidden_dim=8)},
+        "norms other than RMSNorm": {"norm": NormConfig(kind=NormKind.LAYER)},
+    }
+    execution = execution_on(policy=policy(PolicyName.BF16))
+    for named, change in changed.items():
+        block = dataclasses.replace(config.blocks[0], **change)
+        model = dataclasses.replace(config, stacks=stacked(block, num_layers=1))
+        check_exact(model, execution)
+        with compiling_for(H200), pytest.raises(ConfigError, match=f"{named}.* on a GPU"):
+            check_exact(model, execution)
 
 
 @pytest.mark.slow
