@@ -31,6 +31,7 @@ from jaxinfra.cli.price import step_price
 from jaxinfra.config import codec
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.data import DataFormat, TokenizerKind
+from jaxinfra.config.files import read_run_config
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.rl import RlConfig
@@ -189,6 +190,10 @@ def _config_of(args: argparse.Namespace) -> RunConfig:
     if args.preset is not None and Path(args.preset).is_dir():
         args.config, args.preset = RunDirectory(Path(args.preset)).config_file, None
     if args.rl is None:
+        start = None if args.config is None else read_run_config(args.config)
+        # The weights that it begins with are not read, so they need not be named again.
+        if start is not None and start.rl is not None:
+            return train.with_options(start, args)
         return train.config_of(args)
     # Neither prompts nor rewards nor a vocabulary's texts take memory of a device.
     learn = codec.parse_record(RlConfig, f"prompts=,reward=zero,{args.rl}".rstrip(","), what="rl")

@@ -176,7 +176,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
                 "--resume continues a run with its own config: give no preset, no --config, no "
                 f"--run, no {', no '.join(begins)}"
             )
-        return _with_options(_job().resumed_config(args.resume), args)
+        return with_options(_job().resumed_config(args.resume), args)
     if args.preset and args.config:
         raise ConfigError(f"preset {args.preset!r} beside --config {args.config}: give one of them")
     if args.init is None:
@@ -188,7 +188,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
                 f"{args.config} is of a run that began with the weights of {start.init.path}: give "
                 f"--init {start.init.path} instead of it, and its other settings with --set"
             )
-        return _with_warmup(_with_options(start, args), args)
+        return _with_warmup(with_options(start, args), args)
     if args.preset or args.config:
         named = f"preset {args.preset!r}" if args.preset else f"--config {args.config}"
         raise ConfigError(
@@ -202,13 +202,14 @@ def config_of(args: argparse.Namespace) -> RunConfig:
         pairs = codec.parse_record(
             PreferenceConfig, args.preferences, what="preferences", first="loss"
         )
-    change = functools.partial(_with_options, args=args)
+    change = functools.partial(with_options, args=args)
     args.init = model_path(args.init)
     config = _job().initial_config(args.init, lora, args.chat, pairs, change)
     return _with_warmup(config, args)
 
 
-def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+def with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """Returns the config with the settings that options change."""
     settings = [
         f"{path}={getattr(args, option)}"
         for option, (path, _) in _SHORTHANDS.items()
