@@ -1,13 +1,12 @@
 """One JAX/XLA system for training and serving large language models on NVIDIA GPUs.
 
-Each public name is imported at its first use, so that ``import jaxinfra`` costs nothing.
+Each public name is imported at its first use: every import within the package runs this file, and
+the lowest floor must not load all of those above it.
 """
 
-import importlib
-import re
-from typing import TYPE_CHECKING, Any
+from etils import epy as _epy
 
-if TYPE_CHECKING:
+with _epy.lazy_api_imports(globals()):
     from jaxinfra.api.analysis import plan as plan
     from jaxinfra.api.analysis import trace as trace
     from jaxinfra.api.models import GeneratedText as GeneratedText
@@ -93,22 +92,4 @@ if TYPE_CHECKING:
     from jaxinfra.training.summary import read_mixture as read_mixture
 
 __version__ = "0.1.0"
-
-# Every import within the package runs this file first: importing these here would make the lowest
-# floor load all of those above it.
-_PUBLIC_IMPORT = re.compile(r"^    from (\S+) import (\w+) as", re.MULTILINE)
-_SOURCE = __loader__.get_source(__name__)
-_MODULES = {name: module for module, name in _PUBLIC_IMPORT.findall(_SOURCE)}
-"""Module of each public name, by the imports above, which only type checkers run."""
-
-__all__ = ["__version__", *_MODULES]  # pyrefly: ignore
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__all__ = ["__version__", *(name for name in globals()["__dir__"]() if name[0] != "_")]
