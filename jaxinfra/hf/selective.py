@@ -35,8 +35,9 @@ from jaxinfra.hf.weights import (
 )
 
 _IGNORED = """
-    intermediate_size time_step_scale time_step_min time_step_max time_step_init_scheme
-    time_step_floor residual_in_fp32 use_mambapy use_falcon_mambapy use_associative_scan
+    fused_add_norm pad_vocab_size_multiple time_step_scale time_step_min time_step_max
+    time_step_init_scheme time_step_floor residual_in_fp32 use_mambapy use_falcon_mambapy
+    use_associative_scan
 """
 
 
@@ -45,9 +46,15 @@ def read_mamba(keys: Keys, **norms: Any) -> ModelConfig:
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
     keys.expect("rescale_prenorm_residual", (False, None), RESCALED)
     keys.ignore(*_IGNORED.split())
-    width = keys.integer("hidden_size")
+    width, num_layers = keys.integer("hidden_size"), keys.integer("num_hidden_layers")
+    # A number of channels goes before a factor, as in Falcon-Mamba 7B, whose two differ.
+    channels = keys.integer("intermediate_size", int(keys.number("expand", 2) * width))
+    for name, value in (("d_model", width), ("d_inner", channels), ("n_layer", num_layers)):
+        keys.expect(name, (value, None), "it says again what another key says")
+    keys.expect("rms_norm", (True, None), "norms are RMSNorm here")
+    keys.expect("ssm_cfg", ({}, None), "other keys say what mixers are")
     mixer = SelectiveScanConfig(
-        num_channels=int(keys.number("expand", 2) * width),
+        num_channels=channels,
         state_dim=keys.integer("state_size"),
         rank=_rank(keys, "time_step_rank", width),
         conv_width=keys.integer("conv_kernel", 4),
@@ -61,7 +68,7 @@ def read_mamba(keys: Keys, **norms: Any) -> ModelConfig:
         vocab_size=keys.integer("vocab_size"),
         model_dim=width,
         max_positions=MAX_POSITIONS,
-        stacks=stacked(block, num_layers=keys.integer("num_hidden_layers")),
+        stacks=stacked(block, num_layers=num_layers),
         tie_embeddings=keys.flag("tie_word_embeddings", True),
         final_norm=stream,
         init_std=keys.number("initializer_range", 0.1),
@@ -89,6 +96,7 @@ def write_mamba(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": width,
         "num_hidden_layers": config.num_layers,
         "state_size": mixer.state_dim,
+        "intermediate_size": mixer.num_channels,
         "expand": _expansion(mixer, width),
         "time_step_rank": mixer.rank,
         "conv_kernel": mixer.conv_width,

@@ -188,6 +188,8 @@ OLDER = {
     "stablelm": {"partial_rotary_factor": 0.25, "rope_theta": 10_000},
     "minimax_m2": {"rotary_dim": 4, "rope_theta": 5e6, "use_qk_norm": True},
     "nemotron_h": {"layers_block_type": None, "hybrid_override_pattern": "MEM-*E"},
+    "mamba": {"d_model": 32, "d_inner": 64, "n_layer": 3, "rms_norm": True, "ssm_cfg": {}},
+    "falcon_mamba": {"expand": 16},
     "granite_hybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "lfm2_odd": {"layer_types": None, "full_attn_idxs": [0, 2], "block_ff_dim": 48}
     | {"tie_embedding": False, "tie_word_embeddings": True, "rope_theta": 500.0},
