@@ -20,7 +20,6 @@ from jaxinfra import axes
 from jaxinfra.axes import LAYERS
 from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import after_pass, is_tentative
@@ -421,23 +420,14 @@ class Decoder(nnx.Module):
         self, positions_BT: jax.Array, contexts_B: jax.Array | None = None
     ) -> list[RopeTable | None]:
         """Computes the RoPE table of each distinct block; None for blocks without RoPE."""
-        tables: dict[tuple[RopeConfig, int], RopeTable] = {}
-        result: list[RopeTable | None] = []
-        for block in self.config.blocks:
-            rope, head_dim = block.mixer.rope, block.mixer.rotated_dim
-            if rope is None:
-                result.append(None)
-                continue
-            if (rope, head_dim) not in tables:
-                tables[rope, head_dim] = rope_table(
-                    rope,
-                    head_dim=head_dim,
-                    positions_BT=positions_BT,
-                    contexts_B=contexts_B,
-                    is_exact=self.execution.policy.is_exact,
-                )
-            result.append(tables[rope, head_dim])
-        return result
+        is_exact = self.execution.policy.is_exact
+        given = {"positions_BT": positions_BT, "contexts_B": contexts_B, "is_exact": is_exact}
+        kinds = [(block.mixer.rope, block.mixer.rotated_dim) for block in self.config.blocks]
+        tables = {
+            (rope, head_dim): rope and rope_table(rope, head_dim=head_dim, **given)
+            for rope, head_dim in dict.fromkeys(kinds)
+        }
+        return [tables[kind] for kind in kinds]
 
 
 @functools.partial(jax.jit, static_argnums=0)
