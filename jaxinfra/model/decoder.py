@@ -424,7 +424,7 @@ class Decoder(nnx.Module):
         given = {"positions_BT": positions_BT, "contexts_B": contexts_B, "is_exact": is_exact}
         kinds = [(block.mixer.rope, block.mixer.rotated_dim) for block in self.config.blocks]
         tables = {
-            (rope, head_dim): rope and rope_table(rope, head_dim=head_dim, **given)
+            (rope, head_dim): None if rope is None else rope_table(rope, head_dim=head_dim, **given)
             for rope, head_dim in dict.fromkeys(kinds)
         }
         return [tables[kind] for kind in kinds]
