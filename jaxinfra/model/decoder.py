@@ -198,13 +198,9 @@ class Decoder(nnx.Module):
         with jax.named_scope("logits"):
             recipe = self.execution.policy.recipe(Site.LOGITS)
             logits_BTV = self.execution.multiply(
-                "BTD,VD->BTV",
-                hidden_BTD,
-                self.vocabulary_table,
-                recipe=recipe,
-                out=recipe.accum,
+                "BTD,VD->BTV", hidden_BTD, self.vocabulary_table, recipe=recipe, out=recipe.accum,
                 dims=(axes.VOCAB, axes.EMBED),
-            )
+            )  # fmt: skip
             if recipe.is_exact:  # or devices would sum their own parts of the vocabulary first
                 logits_BTV = self.execution.place(logits_BTV, (axes.BATCH, None, None))
             if self.logit_bias is not None:

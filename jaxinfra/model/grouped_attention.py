@@ -152,8 +152,8 @@ class GroupedAttention(nnx.Module):
         """Output if the packed product is appended to the cache directly; None if its parts are
         apart.
         """
-        is_exact = self.execution.policy.is_exact
-        if not (self.execution.multiply.few_rows or is_exact):
+        is_ordered = self.execution.policy.is_exact
+        if not (self.execution.multiply.few_rows or is_ordered):
             return None
         found = append_packed_heads(
             heads_BTNH,
@@ -162,7 +162,7 @@ class GroupedAttention(nnx.Module):
             positions_BT=given.positions_BT,
             rope=given.rope,
             is_empty=cache.is_empty,
-            is_ordered=is_exact,
+            is_ordered=is_ordered,
         )
         if found is None:
             return None
