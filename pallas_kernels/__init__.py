@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .grouped_matmul import grouped_weight_gradient as grouped_weight_gradient
     from .grouped_matmul import scaled_grouped_matmul as scaled_grouped_matmul
     from .linear_attention import linear_attention as linear_attention
+    from .linear_attention import linear_attention_in_slots as linear_attention_in_slots
     from .linear_attention import short_convolution as short_convolution
     from .norm import layer_norm as layer_norm
     from .norm import rms_norm as rms_norm
@@ -61,7 +62,7 @@ _PUBLIC = {
         "grouped_weight_gradient",
         "scaled_grouped_matmul",
     ),
-    "linear_attention": ("linear_attention", "short_convolution"),
+    "linear_attention": ("linear_attention", "linear_attention_in_slots", "short_convolution"),
     "norm": ("layer_norm", "rms_norm"),
     "ordered_matmul": ("ordered_matmul",),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),

@@ -201,6 +201,26 @@ class StateCache:
         }
         return dataclasses.replace(self, arrays=self.arrays | written)
 
+    def slots(self, name: str) -> tuple[Shaped[Array, "LS ..."], Int[Array, "B"], Int[Array, "B"]]:
+        """Returns an array with all layers' slots in one dim, and this layer's slots in it.
+
+        Returns:
+            The array, the slots that the rows read, and those that they write.
+        """
+        stored = self.arrays[name]
+        num_layers, num_slots = stored.shape[:2]
+        assert self.layer is not None, "in_layer"
+        rows, first = jnp.arange(num_slots, dtype=jnp.int32), jnp.asarray(self.layer) * num_slots
+        read_B, written_B = (rows if x is None else x for x in (self.from_B, self.to_B))
+        last = num_layers * num_slots
+        written_B = jnp.where(written_B < num_slots, first + written_B, last)
+        return stored.reshape(last, *stored.shape[2:]), first + read_B, written_B
+
+    def with_slots(self, name: str, array: Shaped[Array, "LS ..."]) -> "StateCache":
+        """Returns the cache with an array in the form of ``slots``."""
+        array = array.reshape(self.arrays[name].shape)
+        return dataclasses.replace(self, arrays=self.arrays | {name: array})
+
     def hold(self, tokens: Mapping[str, Shaped[Array, "B T ..."]]) -> "StateCache":
         """Returns the cache that also has these arrays of the pass's tokens, of this layer."""
         num_layers, held = len(next(iter(self.arrays.values()))), {}

@@ -131,6 +131,8 @@ class Kernels:
     # ``ops.decode_layers.decode_layers``; None: layers are always computed one by one.
     decode_layers: Callable[..., DecodedLayers | None] | None
     recur: Callable[..., tuple[jax.Array, jax.Array]]  # ``ops.linear_attention.linear_attention``
+    # ``ops.linear_attention.linear_attention_in_slots``
+    recur_in_slots: Callable[..., tuple[jax.Array, jax.Array]]
     lookup: Callable[..., jax.Array]  # ``take_rows``
     cross_entropy: Callable[..., CrossEntropySums]  # ``parallel.loss.TokenLoss``
     exchange: ExpertExchange

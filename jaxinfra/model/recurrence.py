@@ -4,7 +4,6 @@ Dims: B batch, T position, N heads, H head width, W tap.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.numerics.recipe import Site
-from jaxinfra.ops.linear_attention import linear_attention, short_convolution
+from jaxinfra.ops.linear_attention import short_convolution
 
 HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
 """Logical dims of queries, keys and values."""
@@ -135,7 +134,7 @@ class Convolution(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenOperands:
-    """TokenOperands of ``pallas_kernels.linear_attention``."""
+    """Operands of ``pallas_kernels.linear_attention`` of each token."""
 
     q: jax.Array
     k: jax.Array
@@ -166,18 +165,19 @@ def recurred(
         inputs: what the convolutions read, by names in the cache.
     """
     cache = given.cache
-    attended = functools.partial(_attended, execution.kernels.recur)
     if cache is None:
-        out, _ = attended(operands, None, given.segment_ids_BT)
+        ids = given.segment_ids_BT
+        out, _ = _called(execution.kernels.recur, operands, state=None, segment_ids=ids)
         return out, None
     assert isinstance(cache, StateCache), "CacheSpec"
-    before = cache.read()
     count_B = jnp.sum(given.positions_BT >= 0, axis=1)
+    counted, recur = _counted(operands, count_B), execution.kernels.recur_in_slots
     if cache.is_tentative:
-        out, _ = attended(_counted(operands, count_B), before[_STATE], None)
+        out, _ = _advanced(recur, counted, cache, writes=False)
         return out, cache.hold({**inputs, **operands.by_token()})
-    out, state = attended(_counted(operands, count_B), before[_STATE], None)
-    return out, cache.write({_STATE: state, **_tails(before, inputs, count_B)})
+    tails = _tails(cache.read(), inputs, count_B)
+    out, cache = _advanced(recur, counted, cache)
+    return out, cache.write(tails)
 
 
 def convolved(inputs: Mapping[str, Float[Array, "B T _ _"]], given: Pass) -> StateCache | None:
@@ -196,22 +196,26 @@ def convolved(inputs: Mapping[str, Float[Array, "B T _ _"]], given: Pass) -> Sta
     return cache.write(_tails(cache.read(), inputs, count_B))
 
 
-def settled(cache: Sequence[Cache], count_B: Int[Array, "B"]) -> tuple[Cache, ...]:
+def settled(
+    cache: Sequence[Cache], count_B: Int[Array, "B"], *, execution: Execution
+) -> tuple[Cache, ...]:
     """Returns the cache after a tentative pass, of whose tokens each row keeps the first.
 
     Args:
         count_B: number of tokens that each row keeps, at most those that it gave.
     """
 
+    recur = execution.kernels.recur_in_slots
+
     def settle(each: Cache) -> Cache:
         if isinstance(each, JointCache):
-            return JointCache(entries=each.entries, state=_settled(each.state, count_B))
-        return _settled(each, count_B) if isinstance(each, StateCache) else each
+            return JointCache(entries=each.entries, state=_settled(recur, each.state, count_B))
+        return _settled(recur, each, count_B) if isinstance(each, StateCache) else each
 
     return tuple(map(settle, cache))
 
 
-def _settled(cache: StateCache, count_B: jax.Array) -> StateCache:
+def _settled(recur: Callable, cache: StateCache, count_B: jax.Array) -> StateCache:
     held = cache.held
     kept = {name: x for name, x in cache.arrays.items() if not name.startswith(HELD)}
     whole = dataclasses.replace(cache, arrays=kept, is_tentative=False)
@@ -219,37 +223,36 @@ def _settled(cache: StateCache, count_B: jax.Array) -> StateCache:
     def settle(layer: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         at = in_layer(whole, arrays, layer)
         mine = {name: x[layer] for name, x in held.items()}
-        before = at.read()
-        after = _tails(before, mine, count_B)
-        if _STATE in before:
+        tails = _tails(at.read(), mine, count_B)
+        if _STATE in kept:
             k, v, log_decay = (mine[name] for name in ("k", "v", "log_decay"))
             operands = TokenOperands(q=k, k=k, v=v, log_decay=log_decay, beta=mine.get("beta"))
-            counted = _counted(operands, count_B)
-            # A few tokens, on a mesh perhaps: no kernel.
-            recur = functools.partial(linear_attention, implementation="xla")
-            _, after[_STATE] = _attended(recur, counted, before[_STATE], None)
-        return at.write(after).arrays
+            _, at = _advanced(recur, _counted(operands, count_B), at)
+        return at.write(tails).arrays
 
     num_layers = len(next(iter(kept.values())))
     return dataclasses.replace(whole, arrays=jax.lax.fori_loop(0, num_layers, settle, kept))
 
 
-def _attended(
+def _advanced(
     recur: Callable[..., tuple[jax.Array, jax.Array]],
     operands: TokenOperands,
-    state: jax.Array | None,
-    segment_ids_BT: jax.Array | None,
+    cache: StateCache,
+    *,
+    writes: bool = True,
+) -> tuple[jax.Array, StateCache]:
+    """Outputs from the cached states, and the cache with the states after them if it ``writes``."""
+    states, read_B, written_B = cache.slots(_STATE)
+    slots = {"states": states, "read": read_B, "written": written_B if writes else None}
+    out, states = _called(recur, operands, **slots)
+    return out, cache.with_slots(_STATE, states) if writes else cache
+
+
+def _called(
+    recur: Callable[..., tuple[jax.Array, jax.Array]], operands: TokenOperands, **more: Any
 ) -> tuple[jax.Array, jax.Array]:
-    return recur(
-        operands.q,
-        operands.k,
-        operands.v,
-        operands.log_decay,
-        beta=operands.beta,
-        rates=operands.rates,
-        state=state,
-        segment_ids=segment_ids_BT,
-    )
+    q, k, v, log_decay = operands.q, operands.k, operands.v, operands.log_decay
+    return recur(q, k, v, log_decay, beta=operands.beta, rates=operands.rates, **more)
 
 
 def _counted(operands: TokenOperands, count_B: jax.Array) -> TokenOperands:

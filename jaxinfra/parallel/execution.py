@@ -23,7 +23,7 @@ from jaxinfra.ops.cached_attention import cached_attention
 from jaxinfra.ops.decode_layers import decode_layers
 from jaxinfra.ops.exact_attention import exact_attention, exact_cached_attention
 from jaxinfra.ops.exact_product import are_kernels
-from jaxinfra.ops.linear_attention import linear_attention
+from jaxinfra.ops.linear_attention import linear_attention, linear_attention_in_slots
 from jaxinfra.ops.multiply import Multiply
 from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode, ShardedDecodeLayers
 from jaxinfra.parallel.context.methods import ContextAttention, ContextLatentAttention
@@ -132,6 +132,7 @@ def kernels_on(
             # That kernel sums in an order of its own.
             decode_layers=None if is_exact else decode_layers,
             recur=linear_attention,
+            recur_in_slots=linear_attention_in_slots,
             lookup=take_rows,
             cross_entropy=TokenLoss(placement=placement),
             exchange=within_device,
@@ -142,12 +143,14 @@ def kernels_on(
             kind(placement=placement, method=context_method, implementation=attention)
             for kind in (ContextAttention, ContextLatentAttention)
         )
+    recur = ShardedRecurrence(placement=placement)
     return Kernels(
         attend=attend,
         attend_latents=latents,
         decode=ShardedDecode(placement=placement, decode=decode),
         decode_layers=None if is_exact else ShardedDecodeLayers(placement=placement),
-        recur=ShardedRecurrence(placement=placement),
+        recur=recur,
+        recur_in_slots=recur.in_slots,
         lookup=ShardedLookup(placement=placement),
         cross_entropy=TokenLoss(placement=placement),
         exchange=ShardedExchange(placement=placement, config=exchange or ExchangeConfig()),

@@ -60,3 +60,21 @@ class ShardedRecurrence:
             out_specs=(heads_spec, state_spec),
             check_vma=False,  # as of attention: nothing is summed over a mesh axis
         )(q, k, v, log_decay, beta, rates, state, segment_ids)
+
+    def in_slots(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T M V"],
+        log_decay: Float[Array, "B T M *H"],
+        *,
+        beta: Float[Array, "B T M"] | None,
+        rates: Float[Array, "M H"] | None,
+        states: Float[Array, "S M H V"],
+        read: Int[Array, "B"],
+        written: Int[Array, "B"] | None,
+    ) -> tuple[Float[Array, "B T M V"], Float[Array, "S M H V"]]:
+        """Computes ``ops.linear_attention.linear_attention_in_slots`` by copies of the states."""
+        given = {"beta": beta, "rates": rates, "state": states[read], "segment_ids": None}
+        out, state = self(q, k, v, log_decay, **given)
+        return out, states if written is None else states.at[written].set(state, mode="drop")

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.chosen import choose
 from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.linear_attention.chunked import chunked
-from pallas_kernels.linear_attention.hopper import delta, gates
+from pallas_kernels.linear_attention.hopper import delta, gates, in_slots
 from pallas_kernels.linear_attention.reference import one_token
 from pallas_kernels.linear_attention.selective import selective
 
@@ -89,6 +90,81 @@ def linear_attention(
         return delta.gated_delta(q, k, v, log_decay, beta, state, document_BT)
     out, state = chunked(q, k, v, log_decay, beta, state, document_BT)
     return out.astype(v.dtype), state
+
+
+def linear_attention_in_slots(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    *,
+    beta: jax.Array | None = None,
+    rates: jax.Array | None = None,
+    states: jax.Array,
+    read: jax.Array,
+    written: jax.Array | None,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Computes ``linear_attention`` of rows whose states are in slots of one array.
+
+    It has no gradient.
+
+    Args:
+        q, k, v, log_decay, beta, rates: as of ``linear_attention``.
+        states: states of all slots, [S, M, H, V].
+        read: slot that each row's state is read from, int32 [B].
+        written: slot that the state after the tokens is written to, int32 [B]; a number of S or
+            more writes nothing. None: no row writes. No row may write a slot that another one reads
+            or writes.
+        implementation: "hopper" (Mosaic GPU; up to 16 tokens, fp32 states; reads and writes each
+            state once, in place if the caller donates the array) or "xla" (which reads and
+            writes copies of the states). "auto" takes "hopper" for supported calls. Rows of more
+            tokens are computed as ``linear_attention`` computes them.
+
+    Returns:
+        Outputs [B, T, M, V] in v's dtype, and the states of all slots.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit together, or an unknown implementation.
+        UnsupportedError: the Hopper kernel is named and cannot compute this call.
+
+    Examples:
+        >>> q = k = v = jnp.ones((1, 1, 1, 1))
+        >>> states, slot = jnp.zeros((2, 1, 1, 1)), jnp.ones(1, jnp.int32)
+        >>> out, states = pallas_kernels.linear_attention_in_slots(
+        ...     q, k, v, jnp.zeros((1, 1, 1)), states=states, read=slot, written=slot
+        ... )
+        >>> states.ravel()
+        Array([0., 1.], dtype=float32)
+    """
+    _check(q, k, v, log_decay, beta, rates)
+    _check_slots(q, v, states, (read,) if written is None else (read, written))
+    chosen = choose(
+        "linear attention in slots", implementation, ("hopper", "xla"),
+        lambda: in_slots.unsupported(q, v, states, rates),
+    )  # fmt: skip
+    if chosen == "hopper":
+        found = in_slots.in_slots(q, k, v, log_decay, beta, states, read, written)
+        return without_gradient(found, _NO_GRADIENT)
+    given = {"beta": beta, "rates": rates, "state": states[read]}
+    out, state = linear_attention(q, k, v, log_decay, **given, implementation=implementation)
+    if written is not None:
+        states = states.at[written].set(state.astype(states.dtype), mode="drop")
+    return without_gradient((out, states), _NO_GRADIENT)
+
+
+def _check_slots(
+    q: jax.Array, v: jax.Array, states: jax.Array, slots: tuple[jax.Array, ...]
+) -> None:
+    """Raises InputError for states or slots that do not fit the rows."""
+    shape = (v.shape[2], q.shape[3], v.shape[3])
+    if states.shape[1:] != shape:
+        raise InputError(f"states {states.shape}: a matrix per slot and value head, [S, *{shape}]")
+    if any(each.shape != q.shape[:1] for each in slots):
+        raise InputError(f"slots of {[each.shape for each in slots]}: one per row, {q.shape[:1]}")
+
+
+_NO_GRADIENT = "linear_attention_in_slots has no gradient; linear_attention has"
 
 
 def _check(

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import InputError, linear_attention, short_convolution
+from pallas_kernels import (
+    InputError,
+    UnsupportedError,
+    linear_attention,
+    linear_attention_in_slots,
+    short_convolution,
+)
 from pallas_kernels.linear_attention.chunked import CHUNK
 from pallas_kernels.linear_attention.reference import reference
 from tests.rounding import UNIT, Rounded
@@ -138,6 +144,44 @@ def test_a_text_in_parts_is_the_text(kind):
         outs.append(out)
     got = jnp.concatenate(outs, axis=1), state
     assert_within_rounding(got, exact(inputs(kind)), what=kind)
+
+
+@pytest.mark.slow_cases("channels", "space")
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_in_slots_are_those_of_rows(kind):
+    """Two rows go on from one slot; one of them writes nothing, and other slots stay."""
+    given = inputs(kind, (3, 2, 2, 4, 16, 8))
+    state = given.pop("state")
+    states = jnp.stack([state[1], state[0], state[2], state[0]])
+    read, written = (np.array(x, np.int32) for x in ([2, 1, 2], [3, 1, 4]))
+    slots = {"states": states, "read": read, "written": written}
+    out, after = linear_attention_in_slots(**given, **slots)
+    want, ends = attend(**given, state=states[read])
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(after, np.stack([states[0], ends[1], states[2], ends[0]]))
+    out, after = linear_attention_in_slots(**given, **slots | {"written": None})
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(after, states)
+
+
+def test_slots_that_do_not_fit_are_refused():
+    given = jax.tree.map(jnp.asarray, inputs("delta", (1, 1, 2, 4, 16, 8)))
+    states, slot = given.pop("state"), np.zeros(1, np.int32)
+    for changes, match in (
+        ({"states": states[0]}, "a matrix per slot"),
+        ({"written": np.zeros(2, np.int32)}, "one per row"),
+    ):
+        slots = {"states": states, "read": slot, "written": slot} | changes
+        with pytest.raises(InputError, match=match):
+            linear_attention_in_slots(**given, **slots)
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        jax.grad(
+            lambda q: jnp.sum(
+                linear_attention_in_slots(
+                    **given | {"q": q}, states=states, read=slot, written=slot
+                )[0]
+            )
+        )(given["q"])
 
 
 def test_tokens_that_neither_decay_nor_write_leave_the_state():

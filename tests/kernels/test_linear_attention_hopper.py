@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedError, linear_attention
+from pallas_kernels import UnsupportedError, linear_attention, linear_attention_in_slots
 from pallas_kernels.common import device
 from pallas_kernels.linear_attention.hopper.gates import CHUNK, Gate, gates
 from pallas_kernels.linear_attention.reference import reference
@@ -113,6 +113,55 @@ def test_calls_that_the_kernels_lack_are_refused(changes, match):
     given["state"] = None
     with device.compiling_for(device.H200), pytest.raises(UnsupportedError, match=match):
         traced(given, implementation="hopper")
+
+
+def in_slots(kind, length, shape=SHAPE, implementation="hopper"):
+    """A call with states in slots of which two rows read the same, and its arrays."""
+    given = inputs((3, length, *shape[2:]))
+    del given["segment_ids"]
+    if kind == "channels":
+        given["log_decay"] = given["log_decay"][..., None] * jnp.linspace(0.5, 1.5, shape[4])
+    if kind == "space":
+        del given["beta"]
+    states = jnp.concatenate([given.pop("state"), jnp.zeros((1, shape[3], *shape[4:]))])
+    slots = {"read": jnp.array([3, 1, 3]), "written": jnp.array([0, 1, 4])}
+
+    def run(given, states):
+        return linear_attention_in_slots(
+            **given, **slots, states=states, implementation=implementation
+        )
+
+    return run, given, states
+
+
+def test_states_in_slots_take_a_kernel_of_few_tokens():
+    run, given, states = in_slots("delta", 1)
+    with device.compiling_for(device.H200):
+        text = jax.jit(run).trace(given, states).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+    run, given, states = in_slots("delta", 17)
+    with (
+        device.compiling_for(device.H200),
+        pytest.raises(UnsupportedError, match="17 tokens of a row"),
+    ):
+        jax.jit(run).trace(given, states)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("kind", ["delta", "channels", "space"])
+def test_states_in_slots_are_those_of_the_formula(kind, length):
+    """Sums of at most 256 products in fp32, some of a state that a few tokens have changed."""
+    run, given, states = in_slots(kind, length, (2, 150, 2, 4, 256, 64))
+    got = jax.jit(run)(given, states)
+    plain = in_slots(kind, length, implementation="xla")[0]
+    wide = {name: x.astype(jnp.float32) for name, x in given.items()}
+    out, after = jax.jit(plain)(wide, states)
+    np.testing.assert_allclose(got[1], after, rtol=0, atol=2.0**-20 * np.abs(after).max())
+    # Outputs are rounded to 8 bits.
+    np.testing.assert_allclose(got[0].astype(jnp.float32), out, rtol=2.0**-8, atol=2.0**-8)
+    np.testing.assert_array_equal(got[1][2:], states[2:])
 
 
 def test_gates_are_decays_within_documents():

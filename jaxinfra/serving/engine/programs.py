@@ -316,7 +316,8 @@ def verify(
     num_held_B = jnp.sum(jnp.cumprod(holds_BT.astype(jnp.int32), axis=1), axis=1)
     last_B = jnp.take_along_axis(tokens_BT, num_held_B[:, None], axis=1)[:, 0]
     slots_B = jnp.where(rows.field("is_sampled") != 0, rows.field("slot"), state.last_S.shape[0])
-    pools, states = _stored(_part(model), settled(cache, 1 + num_held_B))
+    settle = functools.partial(settled, execution=model.execution)
+    pools, states = _stored(_part(model), settle(cache, 1 + num_held_B))
     last_S = state.last_S.at[slots_B].set(last_B, mode="drop")
     state = dataclasses.replace(state, pools=pools, states=states, last_S=last_S)
     if config.drafts_itself:
