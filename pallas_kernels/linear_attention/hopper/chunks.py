@@ -180,19 +180,32 @@ class ChunkKernel:
         columns = pl.ds(part * COLUMNS, COLUMNS)
         state = plgpu.load(gmem.start.at[b, m, columns], layout=tile_layout(), optimized=False)
 
-        def step(it, state):
-            slot, chunk = lax.rem(it, self.num_stages), self.chunk_of(it)
-            plgpu.barrier_wait(smem.full.at[slot])
+        def at(it):
+            slot = lax.rem(it + self.num_stages, self.num_stages)
+            chunk = self.chunk_of(it)
             place = (b, pl.ds(chunk * CHUNK, CHUNK), m, columns)
-            return self.step(gmem, smem, ChunkStep(wg, it, slot, chunk, place), state)
+            return ChunkStep(wg, it, slot, chunk, place)
 
-        state = lax.fori_loop(0, self.num_chunks, step, state)
+        def step(it, carry):
+            plgpu.barrier_wait(smem.full.at[at(it).slot])
+            return self.step(gmem, smem, at(it), at(it - 1), *carry)
+
+        carry = (state, *self.begun())
+        state, *carry = lax.fori_loop(0, self.num_chunks, step, carry)
+        self.finish(gmem, smem, at(jnp.int32(self.num_chunks - 1)), *carry)
         write_registers(state, gmem.end.at[b, m, columns])
         plgpu.wait_smem_to_gmem(0)
 
-    def step(self, gmem, smem, at: "ChunkStep", state):
-        """Computes a chunk's results, frees its slot, and returns the state after it."""
+    def step(self, gmem, smem, at: "ChunkStep", before: "ChunkStep", state, *carry):
+        """Computes a chunk's results; returns the state after it, and what ``finish`` takes."""
         raise NotImplementedError
+
+    def begun(self) -> tuple[jax.Array, ...]:
+        """Returns what a block's first step takes besides the state."""
+        return ()
+
+    def finish(self, gmem, smem, last: "ChunkStep", *carry) -> None:
+        """Computes what is left of the last chunk's results."""
 
     def values_of(self, smem, at: "ChunkStep") -> jax.Array:
         """Loads the chunk's values, transposed: [64, 64] in the operands' dtype."""

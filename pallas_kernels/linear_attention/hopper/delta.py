@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from pallas_kernels.common import device
 
 from . import scan
-from .chunks import COLUMNS
 from .gates import CHUNK, gates
 from .gradients import token_gradients
 from .inverse import inverses
 from .reverse import cotangents as cotangents_of
 
-_KEY_WIDTH = 128
+_KEY_WIDTH, _VALUE_WIDTHS = 128, (64, 128, 192)
 
 
 def unsupported(
@@ -36,10 +35,10 @@ def unsupported(
         return "log_decay has a number per channel; the kernels have one per head"
     if q_BTNH.dtype != jnp.bfloat16:
         return f"q is {q_BTNH.dtype}; the kernels multiply bfloat16"
-    if q_BTNH.shape[3] != _KEY_WIDTH or v_BTMV.shape[3] % COLUMNS:
+    if q_BTNH.shape[3] != _KEY_WIDTH or v_BTMV.shape[3] not in _VALUE_WIDTHS:
         return (
             f"heads of {q_BTNH.shape[3]} and {v_BTMV.shape[3]}; the kernels have keys of "
-            f"{_KEY_WIDTH} and values of multiples of {COLUMNS}"
+            f"{_KEY_WIDTH} and values of {', '.join(map(str, _VALUE_WIDTHS))}"
         )
     if v_BTMV.shape[2] % 2:
         return f"{v_BTMV.shape[2]} value heads; the kernels take two at a time"

@@ -9,13 +9,14 @@ gradient is a sum of products within the chunk:
 
 Decays need no products of their own: where a query or a key multiplies a product, the decay of its
 token does too, so the gradient of a sum of logarithms is ``q . dQ + k . later - k . earlier``.
-A block has a warpgroup for each of the three sums.
+A block has a warpgroup for each of the three sums, and adds those of a key head's value heads.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width, J chunk.
 """
 
 import dataclasses
 import enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ def token_gradients(
     d_states: jax.Array,
     d_v: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Computes gradients of q and k [B, T, N, H], log decays and betas [B, T, M], in fp32.
+    """Computes gradients of q and k [B, T, N, H], and of log decays and betas, fp32 [B, T, M].
 
     Args:
         operands: of the forward kernels; T a multiple of 64.
@@ -62,14 +63,10 @@ def token_gradients(
         d_states: cotangents of the states that leave them.
         d_v: cotangent of values, dR, [B, T, M, V].
     """
-    k, gates = operands["k"], operands["gates"]
-    batch, length, num_keys, width = k.shape
+    gates = operands["gates"]
+    batch, length = operands["k"].shape[:2]
     values = {"d_out": d_out, "solved": solved, "d_v": d_v, "states": states, "d_states": d_states}
     found = _launched({name: operands[name] for name in ("q", "k", "gates")} | values)
-
-    def of_keys(x: jax.Array) -> jax.Array:
-        """Sums over the value heads of each key head."""
-        return x.reshape(batch, length, num_keys, -1, width).astype(jnp.float32).sum(axis=3)
 
     def by_tokens(x: jax.Array) -> jax.Array:
         """[B, M, J, i] as [B, T, M]."""
@@ -82,33 +79,35 @@ def token_gradients(
     d_sum = d_sum.at[..., -1].add(ends)
     d_log = jnp.flip(jnp.cumsum(jnp.flip(d_sum, axis=-1), axis=-1), axis=-1)
     d_beta = rows[_Row.BETA] / gates[:, :, :, Gate.BETA]
-    d_k = of_keys(found["later"]) + of_keys(found["earlier"])
-    return of_keys(found["d_q"]), d_k, by_tokens(d_log), by_tokens(d_beta)
+    return found["d_q"], found["d_k"], by_tokens(d_log), by_tokens(d_beta)
 
 
 def _launched(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Runs the kernel: "d_q", "later", "earlier" [B, T, M, H], "rows" fp32 [B, M, J, rows, 64]."""
+    """Runs the kernel: "d_q" and "d_k" [B, T, N, H], "rows" fp32 [B, M, J, rows, 64]."""
     k, (batch, num_values, num_chunks) = operands["k"], operands["gates"].shape[:3]
-    length, num_keys, width = k.shape[1:]
+    num_keys, width = k.shape[2:]
     kernel = _TokenGradients(
         num_keys=num_keys, num_values=num_values, num_chunks=num_chunks,
         width=width, value_width=operands["d_out"].shape[3], dtype=k.dtype,
     )  # fmt: skip
-    by_head = jax.ShapeDtypeStruct((batch, length, num_values, width), k.dtype)
+    by_key = jax.ShapeDtypeStruct(k.shape, k.dtype)
     rows = jax.ShapeDtypeStruct((batch, num_values, num_chunks, len(_Row), CHUNK), jnp.float32)
     return launch(
         kernel.block,
         name="delta_token_gradients",
         operands=operands,
-        results=dict.fromkeys(_ROLES, by_head) | {"rows": rows},
+        results={"d_q": by_key, "d_k": by_key, "rows": rows},
         scratch=kernel.scratch(),
-        grid=(batch * num_chunks * num_values,),
+        grid=(batch * num_chunks * num_keys,),
         grid_names=("block",),
-        num_threads=len(_ROLES),
+        num_threads=_ROLES,
     )
 
 
-_ROLES = ("d_q", "later", "earlier")
+_ROLES = 3
+
+type _Product = tuple[jax.Array, Any, int | None]
+"""Both operands of a product, and the part of the right one in shared memory; None: all of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,99 +141,111 @@ class _TokenGradients:
             "states": states,
             "d_states": states,
             "gates": plgpu.SMEM((len(Gate), CHUNK), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=3 + 5 * num),
-            "over": plgpu.Barrier(num_arrivals=len(_ROLES)),
+            "keys_full": plgpu.Barrier(num_arrivals=2),
+            "full": plgpu.Barrier(num_arrivals=1 + 5 * num),
+            "over": plgpu.Barrier(num_arrivals=_ROLES),
+            "later_written": plgpu.Barrier(),
         }
 
     def block(self, gmem, smem) -> None:
-        """Runs one block: copies, then a sum for each warpgroup."""
+        """Runs one block: a sum for each warpgroup, over the value heads of a key head."""
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        m, rest = lax.rem(block, self.num_values), lax.div(block, self.num_values)
+        n, rest = lax.rem(block, self.num_keys), lax.div(block, self.num_keys)
         chunk, b = lax.rem(rest, self.num_chunks), lax.div(rest, self.num_chunks)
-        rows, n = pl.ds(chunk * CHUNK, CHUNK), lax.div(m, self.num_values // self.num_keys)
+        group, tokens = self.num_values // self.num_keys, pl.ds(chunk * CHUNK, CHUNK)
 
         @pl.when(wg == 0)
         def _():
-            def copy(source, target):
-                plgpu.copy_gmem_to_smem(source, target, smem.full)
+            for name in "qk":
+                source = getattr(gmem, name).at[b, tokens, n]
+                plgpu.copy_gmem_to_smem(source, getattr(smem, name), smem.keys_full)
 
-            copy(gmem.q.at[b, rows, n], smem.q)
-            copy(gmem.k.at[b, rows, n], smem.k)
-            copy(gmem.gates.at[b, m, chunk], smem.gates)
-            for part in self.parts:
-                columns = pl.ds(part * COLUMNS, COLUMNS)
-                copy(gmem.d_out.at[b, rows, m, columns], smem.d_out.at[part])
-                copy(gmem.solved.at[b, rows, m, columns], smem.solved.at[part])
-                copy(gmem.d_v.at[b, rows, m, columns], smem.d_v.at[part])
-                copy(gmem.states.at[b, m, chunk, columns], smem.states.at[part])
-                copy(gmem.d_states.at[b, m, chunk, columns], smem.d_states.at[part])
+        plgpu.barrier_wait(smem.keys_full)
 
-        plgpu.barrier_wait(smem.full)
-        sums = (self.d_q, self.later, self.earlier)
-        # The results take the space of operands that all have read.
-        places = (smem.q, smem.k, smem.d_out)
-        for role, (name, function) in enumerate(zip(_ROLES, sums, strict=True)):
+        def total(role: Callable, *, loads: bool) -> jax.Array:
+            """Sum of a role over the value heads."""
 
-            @pl.when(wg == role)
-            def _(role=role, name=name, function=function):
-                found = function(smem, gmem.rows.at[b, m, chunk])
+            def add(i, found):
+                m = n * group + i
+                if loads:
+                    self.load_head(gmem, smem, b, chunk, m)
+                plgpu.barrier_wait(smem.full)
+                found = role(smem, gmem.rows.at[b, m, chunk], found)
                 plgpu.barrier_arrive(smem.over)
                 plgpu.barrier_wait(smem.over)
-                self.write(found, places[role], getattr(gmem, name).at[b, rows, m])
+                return found
+
+            empty = jnp.zeros((CHUNK, self.width), jnp.float32)
+            return lax.fori_loop(0, group, add, plgpu.layout_cast(empty, tile_layout()))
+
+        # The results take the space of operands that all have read.
+        @pl.when(wg == 0)
+        def _():
+            found = total(self.d_q, loads=True)
+            self.write(found, smem.q, gmem.d_q.at[b, tokens, n])
+
+        @pl.when(wg == 1)
+        def _():
+            smem.k[...] = total(self.later, loads=False).astype(self.dtype)
+            plgpu.barrier_arrive(smem.later_written)
+
+        @pl.when(wg == 2)
+        def _():
+            found = total(self.earlier, loads=False)
+            plgpu.barrier_wait(smem.later_written)
+            self.write(found + self.load(smem.k), smem.k, gmem.d_k.at[b, tokens, n])
+
+    def load_head(self, gmem, smem, b, chunk, m) -> None:
+        """Copies a value head's operands to shared memory."""
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+        plgpu.copy_gmem_to_smem(gmem.gates.at[b, m, chunk], smem.gates, smem.full)
+        for part in self.parts:
+            columns = pl.ds(part * COLUMNS, COLUMNS)
+            for name in ("d_out", "solved", "d_v", "states", "d_states"):
+                is_state = name.endswith("states")
+                at = (b, m, chunk, columns) if is_state else (b, tokens, m, columns)
+                source, target = getattr(gmem, name).at[at], getattr(smem, name).at[part]
+                plgpu.copy_gmem_to_smem(source, target, smem.full)
 
     def write(self, found: jax.Array, place, sink) -> None:
         """Writes a result [64, H] to global memory through shared memory."""
-        found = found.astype(self.dtype)
-        if len(place.shape) == 2:
-            place[...] = found
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(place, sink)
-        else:
-            for part in range(self.width // COLUMNS):
-                start = part * COLUMNS
-                place[part] = lax.slice(found, (0, start), (CHUNK, start + COLUMNS))
-            plgpu.commit_smem()
-            for part in range(self.width // COLUMNS):
-                columns = pl.ds(part * COLUMNS, COLUMNS)
-                plgpu.copy_smem_to_gmem(place.at[part], sink.at[:, columns])
+        place[...] = found.astype(self.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(place, sink)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def d_q(self, smem, rows) -> jax.Array:
-        """Computes dQ."""
-        read_of, weights = self.read_from_state(smem, smem.d_out, sign=1.0, is_strict=False)
-        found = self.with_products(read_of, [(weights, smem.k)])
-        self.sum_rows(found, smem.q, rows, _Row.QUERY)
+    def d_q(self, smem, rows, found) -> jax.Array:
+        """Adds a head's dQ."""
+        before = self.row_sums(found, smem.q)
+        found = self.read_from_state(smem, found, smem.d_out, sign=1.0, is_strict=False)
+        write_registers(self.row_sums(found, smem.q) - before, rows.at[_Row.QUERY])
         return found
 
-    def later(self, smem, rows) -> jax.Array:
-        """Computes the part of dK in which a key reads what was written before it."""
-        read_of, weights = self.read_from_state(smem, smem.d_v, sign=-1.0, is_strict=True)
-        found = self.with_products(read_of, [(weights, smem.k)])
-        self.sum_rows(found, smem.k, rows, _Row.LATER)
-        products = jnp.float32(0.0)
-        for part in self.parts:
-            solved, d_v = (self.load(x.at[part]) for x in (smem.solved, smem.d_v))
-            products += jnp.sum(solved * d_v, axis=1)
-        write_registers(products, rows.at[_Row.BETA])
-        ends = jnp.float32(0.0)
-        for part in self.parts:
-            states, d_states = (self.load(x.at[part]) for x in (smem.states, smem.d_states))
-            ends += jnp.sum(states * d_states, axis=1)
-        write_registers(ends, rows.at[_Row.ENDS])
-        return found
-
-    def earlier(self, smem, rows) -> jax.Array:
-        """Computes the part of dK in which a key writes what is read after it."""
-
-        def kept(acc):
+    def later(self, smem, rows, found) -> jax.Array:
+        """Adds a head's part of dK in which a key reads what was written before it."""
+        before = self.row_sums(found, smem.k)
+        found = self.read_from_state(smem, found, smem.d_v, sign=-1.0, is_strict=True)
+        write_registers(self.row_sums(found, smem.k) - before, rows.at[_Row.LATER])
+        for row, left, right in (
+            (_Row.BETA, smem.solved, smem.d_v),
+            (_Row.ENDS, smem.states, smem.d_states),
+        ):
+            products = jnp.float32(0.0)
             for part in self.parts:
-                solved = self.by_row(smem, self.load(smem.solved.at[part]), Gate.WRITTEN)
-                plgpu.wgmma(acc, solved.astype(self.dtype), smem.d_states.at[part])
-            return read(acc)
+                products += self.row_sums(self.load(left.at[part]), right.at[part])
+            write_registers(products, rows.at[row])
+        return found
 
-        found = pl.run_scoped(kept, plgpu.ACC((CHUNK, self.width), jnp.float32))
-        self.sum_rows(found, smem.k, rows, _Row.KEPT)
-        products = []
+    def earlier(self, smem, rows, found) -> jax.Array:
+        """Adds a head's part of dK in which a key writes what is read after it."""
+        before = self.row_sums(found, smem.k)
+        kept: list[_Product] = []
+        for part in self.parts:
+            solved = self.by_row(smem, self.load(smem.solved.at[part]), Gate.WRITTEN)
+            kept.append((solved.astype(self.dtype), smem.d_states, part))
+        found = self.with_products(found, kept)
+        write_registers(self.row_sums(found, smem.k) - before, rows.at[_Row.KEPT])
+        products: list[_Product] = []
         for source, sign, is_strict in ((smem.d_out, 1.0, False), (smem.d_v, -1.0, True)):
 
             def product(acc, source=source):
@@ -245,38 +256,35 @@ class _TokenGradients:
             weights = pl.run_scoped(product, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
             weights = self.by_row(smem, weights, Gate.BETA) * sign
             weights *= passed(smem.gates, is_strict=is_strict)
-            products.append((weights.astype(self.dtype), smem.k if is_strict else smem.q))
+            products.append((weights.astype(self.dtype), smem.k if is_strict else smem.q, None))
         found = self.with_products(found, products)
-        self.sum_rows(found, smem.k, rows, _Row.EARLIER)
+        write_registers(self.row_sums(found, smem.k) - before, rows.at[_Row.EARLIER])
         return found
 
-    def read_from_state(self, smem, source, *, sign: float, is_strict: bool):
-        """Computes ``sign entered (X S)``, and the weights ``sign decay (X Y') beta``."""
-
-        def from_state(acc):
-            for part in self.parts:
-                x = self.by_row(smem, self.load(source.at[part]), Gate.ENTERED) * sign
-                plgpu.wgmma(acc, x.astype(self.dtype), smem.states.at[part])
-            return read(acc)
+    def read_from_state(self, smem, found, source, *, sign: float, is_strict: bool):
+        """Adds ``sign entered (X S)``, and the product of ``sign decay (X Y') beta`` with keys."""
 
         def product(acc):
             for part in self.parts:
                 plgpu.wgmma(acc, source.at[part], smem.solved.at[part].transpose((1, 0)))
             return read(acc)
 
-        read_of = pl.run_scoped(from_state, plgpu.ACC((CHUNK, self.width), jnp.float32))
         weights = pl.run_scoped(product, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
         beta = load_gate(smem.gates, Gate.BETA, column_layout())
         weights *= lax.broadcast_in_dim(beta, weights.shape, [1])
         weights *= passed(smem.gates, is_strict=is_strict, by_reader=True) * sign
-        return read_of, weights.astype(self.dtype)
+        products: list[_Product] = [(weights.astype(self.dtype), smem.k, None)]
+        for part in self.parts:
+            x = self.by_row(smem, self.load(source.at[part]), Gate.ENTERED) * sign
+            products.append((x.astype(self.dtype), smem.states, part))
+        return self.with_products(found, products)
 
-    def with_products(self, found: jax.Array, products: list[tuple[jax.Array, Any]]) -> jax.Array:
-        """Adds products of weights [64, 64] with keys or queries."""
+    def with_products(self, found: jax.Array, products: Sequence[_Product]) -> jax.Array:
+        """Adds products [64, H]: of weights with keys, or of tokens with states."""
 
         def add(acc):
-            for weights, keys in products:
-                plgpu.wgmma(acc, weights, keys)
+            for left, right, part in products:
+                plgpu.wgmma(acc, left, right if part is None else right.at[part])
 
         start: Any = plgpu.ACC.init(found)
         return lax.optimization_barrier(pl.run_state(add)(start))
@@ -288,6 +296,6 @@ class _TokenGradients:
     def load(self, tile) -> jax.Array:
         return plgpu.load(tile, layout=tile_layout()).astype(jnp.float32)
 
-    def sum_rows(self, found: jax.Array, keys, rows, row: _Row) -> None:
-        """Writes each token's sum of products of a gradient with the key or query."""
-        write_registers(jnp.sum(found * self.load(keys), axis=1), rows.at[row])
+    def row_sums(self, x: jax.Array, tile) -> jax.Array:
+        """Each row's sum of products with a tile in shared memory."""
+        return jnp.sum(x * self.load(tile), axis=1)

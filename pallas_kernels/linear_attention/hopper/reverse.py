@@ -59,16 +59,17 @@ class _Cotangents(ChunkKernel):
     def scratch(self) -> dict[str, Any]:
         return {"states": states_buffer(self)} | super().scratch()
 
-    def step(self, gmem, smem, at: ChunkStep, state):
+    def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, *carry):
+        """The copies start while products are computed."""
         k_smem, q_smem = smem.k.at[at.slot], smem.q.at[at.slot]
         operand = state.astype(self.dtype)
-        write_state(gmem, smem, at, operand)
         plgpu.barrier_wait(smem.weights_full.at[at.slot])
 
         def solved(kept_acc, out_acc):
             plgpu.wgmma(kept_acc, operand, k_smem.transpose((1, 0)))
             weights = smem.weights.at[at.slot].transpose((1, 0))
             plgpu.wgmma(out_acc, self.values_of(smem, at), weights)
+            write_state(gmem, smem, at, operand)
             kept = self.by_column(smem, at, read(kept_acc, wait_n=1), Gate.WRITTEN)
             return (kept + read(out_acc)).astype(self.dtype)
 
@@ -87,9 +88,9 @@ class _Cotangents(ChunkKernel):
         def add(acc):
             plgpu.wgmma(acc, out, q_smem)
             plgpu.wgmma(acc, held, k_smem)
+            self.write(smem, at, wanted, gmem.out)
 
         decayed: Any = plgpu.ACC.init(state * self.decay(smem, at))
         state = pl.run_state(add)(decayed)
         plgpu.barrier_arrive(smem.empty.at[at.slot])
-        self.write(smem, at, wanted, gmem.out)
-        return state
+        return (state,)

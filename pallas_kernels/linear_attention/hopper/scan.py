@@ -8,6 +8,8 @@ With ' for the transpose, T from ``inverse`` and P of the base class, a chunk co
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width, J chunk.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.mosaic import plgpu
-from pallas_kernels.hopper.tile import tiled
+from pallas_kernels.hopper.tile import tile_layout, tiled
 
 from .chunks import COLUMNS, ChunkKernel, ChunkStep, read
 from .gates import CHUNK, Gate
@@ -54,16 +56,22 @@ def states(operands: ChunkOperands) -> tuple[jax.Array, jax.Array]:
 class _Forward(ChunkKernel):
     """Parts that both forward kernels have."""
 
-    def wanted(self, smem, at: ChunkStep, operand):
-        """Computes R' of the chunk, in the operands' dtype."""
+    def wanted(self, smem, at: ChunkStep, values, held):
+        """Computes R' of the chunk, in the operands' dtype, from V' and S' K'."""
+        held = self.by_column(smem, at, held, Gate.ENTERED)
+        return (values.astype(jnp.float32) - held).astype(self.dtype)
+
+    def wanted_of(self, smem, at: ChunkStep, operand, meanwhile: Callable | None = None):
+        """Computes R' of the chunk; ``meanwhile`` is called while a product is computed."""
 
         def product(acc):
             plgpu.wgmma(acc, operand, smem.k.at[at.slot].transpose((1, 0)))
             values = self.values_of(smem, at)
-            held = self.by_column(smem, at, read(acc), Gate.ENTERED)
-            return (values.astype(jnp.float32) - held).astype(self.dtype)
+            if meanwhile is not None:
+                meanwhile()
+            return self.wanted(smem, at, values, read(acc))
 
-        return pl.run_scoped(product, plgpu.ACC((COLUMNS, CHUNK), jnp.float32))
+        return pl.run_scoped(product, _square())
 
     def kept(self, smem, at: ChunkStep, solved):
         """Computes what the chunk's values add to the state at its end."""
@@ -75,31 +83,91 @@ class _Outputs(_Forward):
 
     name: ClassVar[str] = "delta_outputs"
 
-    def step(self, gmem, smem, at: ChunkStep, state):
-        k_smem, q_smem = smem.k.at[at.slot], smem.q.at[at.slot]
-        wanted = self.wanted(smem, at, state.astype(self.dtype))
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a chunk's product with P waits for the next chunk, as ``ahead`` computes it.
+
+        Two warpgroups have no registers for it, and each computes while the other one waits.
+        """
+        return self.together == 1
+
+    def begun(self):
+        if not self.is_ahead:
+            return ()
+        empty = plgpu.layout_cast(jnp.zeros((COLUMNS, CHUNK), jnp.float32), tile_layout())
+        return empty, empty.astype(self.dtype)
+
+    def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, *waiting):
+        if self.is_ahead:
+            return self.ahead(gmem, smem, at, before, state, *waiting)
+        wanted = self.wanted_of(smem, at, state.astype(self.dtype))
 
         def solve(solved_acc, read_acc):
             plgpu.wgmma(solved_acc, wanted, smem.inverses.at[at.slot])
-            plgpu.wgmma(read_acc, state.astype(self.dtype), q_smem.transpose((1, 0)))
+            queries = smem.q.at[at.slot].transpose((1, 0))
+            plgpu.wgmma(read_acc, state.astype(self.dtype), queries)
             solved = read(solved_acc, wait_n=1)
             kept, solved = self.kept(smem, at, solved), solved.astype(self.dtype)
             return kept, solved, self.by_column(smem, at, read(read_acc), Gate.ENTERED)
 
         def add(refs):
             state_acc, out_acc = refs
-            plgpu.wgmma(state_acc, kept, k_smem)
+            plgpu.wgmma(state_acc, kept, smem.k.at[at.slot])
             plgpu.wgmma(out_acc, solved, smem.weights.at[at.slot])
 
-        square = plgpu.ACC((COLUMNS, CHUNK), jnp.float32)
-        kept, solved, out = pl.run_scoped(solve, square, square)
+        kept, solved, out = pl.run_scoped(solve, _square(), _square())
         decayed = state * self.decay(smem, at)
         plgpu.barrier_wait(smem.weights_full.at[at.slot])
         accs: Any = plgpu.ACC.init(decayed), plgpu.ACC.init(out)
         state, out = pl.run_state(add)(accs)
         plgpu.barrier_arrive(smem.empty.at[at.slot])
         self.write(smem, at, out, gmem.out)
-        return state
+        return (state,)
+
+    def ahead(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, out, solved):
+        """Computes a step in which the product with P of the chunk before fills a wait."""
+        operand, values = state.astype(self.dtype), self.values_of(smem, at)
+
+        def products(refs):
+            state_acc, out_acc, out_ref, solved_ref = refs
+
+            def advance(held_acc, solved_acc, read_acc):
+                plgpu.wgmma(held_acc, operand, smem.k.at[at.slot].transpose((1, 0)))
+                plgpu.wgmma(out_acc, solved_ref[...], smem.weights.at[before.slot])
+                wanted = self.wanted(smem, at, values, read(held_acc, wait_n=1))
+                plgpu.wgmma(solved_acc, wanted, smem.inverses.at[at.slot])
+                self.give(gmem, smem, before, read(out_acc, wait_n=1))
+                plgpu.wgmma(read_acc, operand, smem.q.at[at.slot].transpose((1, 0)))
+                solved = read(solved_acc, wait_n=1)
+                plgpu.wgmma(state_acc, self.kept(smem, at, solved), smem.k.at[at.slot])
+                out = self.by_column(smem, at, read(read_acc, wait_n=1), Gate.ENTERED)
+                return out, solved.astype(self.dtype)
+
+            out_ref[...], solved_ref[...] = pl.run_scoped(advance, *[_square()] * 3)
+
+        accs: Any = plgpu.ACC.init(state * self.decay(smem, at)), plgpu.ACC.init(out)
+        state, _, out, solved = pl.run_state(products)((*accs, out, solved))
+        plgpu.barrier_wait(smem.weights_full.at[at.slot])
+        return state, out, solved
+
+    def give(self, gmem, smem, before: ChunkStep, out) -> None:
+        """Frees the slot of a chunk whose outputs are complete, and writes them."""
+
+        @pl.when(before.it >= 0)
+        def _():
+            plgpu.barrier_arrive(smem.empty.at[before.slot])
+            self.write(smem, before, out, gmem.out)
+
+    def finish(self, gmem, smem, last: ChunkStep, *waiting):
+        if not self.is_ahead:
+            return
+        out, solved = waiting
+
+        def add(acc):
+            plgpu.wgmma(acc, solved, smem.weights.at[last.slot])
+
+        start: Any = plgpu.ACC.init(out)
+        self.write(smem, last, pl.run_state(add)(start), gmem.out)
 
 
 class _States(_Forward):
@@ -111,26 +179,30 @@ class _States(_Forward):
     def scratch(self) -> dict[str, Any]:
         return {"states": states_buffer(self)} | super().scratch()
 
-    def step(self, gmem, smem, at: ChunkStep, state):
+    def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, *carry):
+        """The copies start while products are computed."""
         operand = state.astype(self.dtype)
-        write_state(gmem, smem, at, operand)
-        wanted = self.wanted(smem, at, operand)
 
         def solve(acc):
             plgpu.wgmma(acc, wanted, smem.inverses.at[at.slot])
             return read(acc)
 
-        solved = pl.run_scoped(solve, plgpu.ACC((COLUMNS, CHUNK), jnp.float32))
-        kept = self.kept(smem, at, solved)
-
         def add(acc):
             plgpu.wgmma(acc, kept, smem.k.at[at.slot])
+            self.write(smem, at, solved, gmem.out)
 
+        copy = functools.partial(write_state, gmem, smem, at, operand)
+        wanted = self.wanted_of(smem, at, operand, copy)
+        solved = pl.run_scoped(solve, _square())
+        kept = self.kept(smem, at, solved)
         decayed: Any = plgpu.ACC.init(state * self.decay(smem, at))
         state = pl.run_state(add)(decayed)
         plgpu.barrier_arrive(smem.empty.at[at.slot])
-        self.write(smem, at, solved, gmem.out)
-        return state
+        return (state,)
+
+
+def _square() -> Any:
+    return plgpu.ACC((COLUMNS, CHUNK), jnp.float32)
 
 
 def states_buffer(kernel: ChunkKernel) -> Any:
