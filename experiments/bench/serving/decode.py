@@ -30,10 +30,11 @@ from flax import nnx
 from experiments.bench.harness import copied, options, table_of
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import GroupedAttentionConfig
+from jaxinfra.config.model import GroupedAttentionConfig, ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
-from jaxinfra.model.cache import after_pass
+from jaxinfra.hf.config import from_hf_config
+from jaxinfra.model.cache import after_pass, recurrent_bytes
 from jaxinfra.model.decoder import KVCache
 from jaxinfra.model.definition import ModelDefinition, Parameters, by_path, define_model, nest
 from jaxinfra.model.execution import DecodeForm
@@ -45,12 +46,44 @@ from jaxinfra.serving.engine.programs import NamedArrays
 from jaxinfra.serving.load import serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows, sample
 
+
+def qwen35_9b() -> ModelConfig:
+    """Qwen3.5's shapes: three layers with a state to one with attention, 9 billion parameters."""
+    return from_hf_config(
+        {
+            "model_type": "qwen3_5_text",
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "hidden_act": "silu",
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+            },
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+PRESETS = MODELS | {"qwen35_9b": qwen35_9b}
 SHAPES = {
     "llama3_8b": ((1, 2048), (16, 2048), (64, 1024), (64, 2048), (128, 1024)),
     "llama32_1b": ((1, 2048), (64, 2048)),
+    "qwen35_9b": ((1, 2048), (64, 2048)),
     "tiny": ((2, 32),),
 }
-PREFILLS = {"llama3_8b": ((8, 2048),), "llama32_1b": ((1, 128),), "tiny": ()}
+PREFILLS = {"llama3_8b": ((8, 2048),), "llama32_1b": ((1, 128),), "qwen35_9b": (), "tiny": ()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +237,7 @@ def in_format(
 
 def drawn_parameters(preset: str, *, tensor: int = 1) -> tuple[ModelDefinition, Parameters]:
     """The model as in training, with random weights in bfloat16."""
-    config = MODELS[preset]()
+    config = PRESETS[preset]()
     placement = serving_placement(config, MeshConfig(tensor=tensor)) if tensor > 1 else None
     definition = define_model(config, execution_on(placement, policy=_POLICY))
     where = None if placement is None else placement.parameters(definition)
@@ -239,7 +272,7 @@ def served(
 
 
 def floor_bytes(form: Form, batch: int, context: int) -> int:
-    """Weights that a token is multiplied with, and the cache, each read once."""
+    """Weights that a token is multiplied with, and the cache, read once; states also written."""
     matmuls = {each.path for each in form.definition.table() if each.matmul}
     leaves = nnx.to_flat_state(form.weights)
     weights = sum(
@@ -252,7 +285,8 @@ def floor_bytes(form: Form, batch: int, context: int) -> int:
     )
     execution = form.definition.execution
     bits = execution.cache_format.bits or 8 * execution.policy.compute.itemsize
-    return weights + batch * context * per_token * bits // 8
+    states = 2 * recurrent_bytes(config)
+    return weights + batch * (context * per_token * bits // 8 + states)
 
 
 def prefill_flops(form: Form, batch: int, length: int) -> float:
