@@ -12,7 +12,7 @@ from jaxinfra import axes
 from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
-from jaxinfra.model.projection import Projection
+from jaxinfra.model.projection import Projection, unpacked
 from jaxinfra.model.recurrence import HEADS, GatedNorm, Inward, TokenOperands, recurred
 
 _LENGTH_EPSILON = 1e-6  # added to a key's squared length before it is scaled to 1
@@ -56,17 +56,22 @@ class GatedDelta(nnx.Module):
         param, keys, values = execution.policy.param, config.num_key_heads, config.num_value_heads
         make = Inward(model_dim=model_dim, std=std, execution=execution, rngs=rngs)
         key_dim, value_dim, taps = config.key_dim, config.value_dim, config.conv_width
-        self.query, self.key = make.heads(keys, key_dim), make.heads(keys, key_dim)
-        self.value, self.beta = make.heads(values, value_dim), make.numbers(values)
+        rank, is_wide, form = config.rank, config.channel_decay, execution.decode_form
+        is_packed = form is not None and form.packed and key_dim == value_dim
+        gates = values if rank is None else 0
+        self.packed = make.heads(2 * keys + values + gates, key_dim) if is_packed else None
+        if self.packed is None:
+            self.query, self.key = make.heads(keys, key_dim), make.heads(keys, key_dim)
+            self.value = make.heads(values, value_dim)
+        self.beta = make.numbers(values)
         self.query_conv = make.convolution(keys, key_dim, taps)
         self.key_conv = make.convolution(keys, key_dim, taps)
         self.value_conv = make.convolution(values, value_dim, taps)
-        rank, is_wide = config.rank, config.channel_decay
         self.decay_down = None if rank is None else make.down(rank)
         self.gate_down = None if rank is None else make.down(rank)
         if rank is None:
             self.decay = make.heads(values, key_dim) if is_wide else make.numbers(values)
-            self.gate = make.heads(values, value_dim)
+            self.gate = None if is_packed else make.heads(values, value_dim)
         else:
             self.decay = make.up(rank, values, key_dim if is_wide else 1)
             self.gate = make.up(rank, values, value_dim)
@@ -98,12 +103,8 @@ class GatedDelta(nnx.Module):
         Documents of packed rows start from a state of zeros.
         """
         accum = self.execution.policy.to_accum
-        prepared = self.query.prepared(x_BTD)
-        inputs = {
-            "query": self.query(prepared),
-            "key": self.key(prepared),
-            "value": self.value(prepared),
-        }
+        inputs = self._projected(x_BTD)
+        gate_BTMH = inputs.pop("gate")
         inputs = {name: self.execution.place(x, HEADS) for name, x in inputs.items()}
         q_BTNH = self.query_conv(inputs["query"], given, name="query")
         k_BTNH = self.key_conv(inputs["key"], given, name="key")
@@ -116,11 +117,25 @@ class GatedDelta(nnx.Module):
         )
         with jax.named_scope("core"):
             out_BTMH, cache = recurred(operands, inputs, given, execution=self.execution)
-        source = x_BTD if self.gate_down is None else self.gate_down(x_BTD)
-        gate_BTMH = accum(self.gate(prepared if self.gate_down is None else source))
         is_silu = self.config.gate is OutputGate.SILU
-        gate_BTMH = (jax.nn.silu if is_silu else jax.nn.sigmoid)(gate_BTMH)
+        gate_BTMH = (jax.nn.silu if is_silu else jax.nn.sigmoid)(accum(gate_BTMH))
         return LayerOutput(x=self.out(self.norm(out_BTMH, gate_BTMH)), cache=cache)
+
+    def _projected(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
+        """Queries, keys, values, and what the gate is computed from."""
+        found = {}
+        if self.gate_down is not None:
+            assert self.gate is not None, "of a rank"
+            found["gate"] = self.gate(self.gate_down(x_BTD))
+        names = [each for each in ("query", "key", "value", "gate") if each not in found]
+        if self.packed is not None:
+            keys, values = self.config.num_key_heads, self.config.num_value_heads
+            shards = self.execution.place.shards(axes.Q_HEADS)
+            ends = (keys // shards, 2 * keys // shards, (2 * keys + values) // shards)
+            parts = unpacked(self.packed(x_BTD), ends[: len(names) - 1], shards, axis=2)
+            return found | dict(zip(names, parts, strict=True))
+        prepared = self.query.prepared(x_BTD)
+        return found | {name: getattr(self, name)(prepared) for name in names}
 
     def _directed(self, x_BTNH: jax.Array, length: float) -> jax.Array:
         """Vectors of this length in the directions of x."""

@@ -3,7 +3,8 @@
 Training scans over layers with stacked parameters, so that only one layer is compiled. In a decode
 step, which is bound by memory, such a loop doubles the time. The host launches each iteration, and
 each weight is copied out of its stack before a library multiplies with it. Here the step is one
-unrolled program. Queries, keys and values are one matmul, and so are gate and up. Parameters and
+unrolled program. Queries, keys and values are one matmul (with a gated delta layer's gate, if their
+widths are equal), and so are gate and up. Parameters and
 caches stay stacked: kernels read their slice in place, and the host passes 14 arrays per step of a
 1B model instead of 134.
 """
@@ -42,11 +43,12 @@ COMPILER_OPTIONS = {
 """XLA options that programs of this form are compiled with; only GPUs read them."""
 
 _PACKED = {
-    "attention": (("query", "key", "value"), -2, axes.Q_HEADS),
+    "attention": (("query", "key", "value", "gate"), -2, axes.Q_HEADS),
     "mlp": (("gate", "up"), -1, axes.MLP),
 }
-"""Layers' projections that ``packed`` concatenates, and the weights' dim of concatenation: counted
-from the end as in biases, and its logical name. Each device's columns of all of them are together.
+"""Layers' projections that ``packed`` concatenates, of those that the layer has and does not keep
+apart, and the weights' dim of concatenation: counted from the end as in biases, and its logical
+name. Each device's columns of all of them are together.
 """
 
 
@@ -85,11 +87,13 @@ def serving_parameters(
     sources, dims = by_path(parameters, is_leaf=is_weight), by_path(form.dims)
     place = form.execution.place
     result: dict[tuple[str, ...], jax.Array | QuantizedWeight] = {}
-    for path in by_path(form.arrays):
+    kept_apart = by_path(form.arrays)
+    for path in kept_apart:
         *parents, name, last = path.split("/")
         if name == "packed":
             names, dim, sharded = _PACKED[parents[-1]]
-            parts = [sources["/".join([*parents, each, last])] for each in names]
+            paths = ["/".join([*parents, each, last]) for each in names]
+            parts = [sources[each] for each in paths if each in sources and each not in kept_apart]
             weight = _packed(
                 parts, dim=dim, shards=place.shards(sharded), place=place, dims=dims[path].dims
             )

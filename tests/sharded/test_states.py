@@ -40,7 +40,7 @@ from tests.sharded.test_experts_use import PROMPTS, decoder
 
 HEADS = {"num_key_heads": 4, "num_value_heads": 8, "key_dim": 6, "value_dim": 5}
 MIXERS = {
-    "gated_delta": GatedDeltaConfig(**HEADS),
+    "gated_delta": GatedDeltaConfig(**HEADS | {"value_dim": 6}),
     "delta_of_channels": GatedDeltaConfig(
         **HEADS | {"num_key_heads": 8}, channel_decay=True, rank=4, gate=OutputGate.SIGMOID
     ),

@@ -28,8 +28,10 @@ from jaxinfra.config.recurrent import (
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.cache import HELD, JointCache, StateCache, recurrent_bytes
-from jaxinfra.model.definition import define_model
+from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.recurrence import settled
+from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
 from tests import small_models
 from tests.seeds import seeded
@@ -59,10 +61,11 @@ MIXERS["beside_attention"] = AttentionBesideStateConfig(
 LENGTH = 40
 
 
-def config(name) -> ModelConfig:
+def config(name, **changes) -> ModelConfig:
     """A layer with a state and one of attention, twice."""
     dense = small_models.dense()
-    recurrent = BlockConfig(mixer=MIXERS[name], feed_forward=MlpConfig(hidden_dim=24))
+    mixer = dataclasses.replace(MIXERS[name], **changes)
+    recurrent = BlockConfig(mixer=mixer, feed_forward=MlpConfig(hidden_dim=24))
     pattern = (recurrent, dense.blocks[0])
     return dataclasses.replace(dense, stacks=(Stack(pattern=pattern, repeats=2),))
 
@@ -70,12 +73,14 @@ def config(name) -> ModelConfig:
 @functools.cache
 def decoder(name):
     definition = define_model(config(name), execution_on())
+    return definition.bind(drawn(definition))
+
+
+def drawn(definition):
     rng = np.random.default_rng(seeded(0))
-
-    def drawn(leaf):
-        return jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype)
-
-    return definition.bind(jax.tree.map(drawn, definition.shapes))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype), definition.shapes
+    )
 
 
 def ids(*shape):
@@ -131,6 +136,18 @@ def test_documents_of_a_row_do_not_see_each_other(name):
     packed = model(tokens, segment_ids=segments)
     for start, stop in ((0, 7), (7, 8), (8, 28)):
         close(packed[:, start:stop], model(tokens[:, start:stop]))
+
+
+@pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels"])
+def test_the_serving_form_packs_projections_of_one_input(name):
+    """With the gate, unless that is computed from few numbers."""
+    definition = define_model(config(name, value_dim=8), execution_on())
+    parameters, tokens = drawn(definition), ids(1, 9)
+    form = serving_form(definition, execution_on(decode_form=DecodeForm(packed=True)))
+    packed = serving_parameters(form, parameters)
+    shape = by_path(packed)["blocks/0/attention/packed/weight"].shape
+    assert shape[-2:] == (12, 8)
+    close(jax.jit(form.bind(packed))(tokens), jax.jit(definition.bind(parameters))(tokens))
 
 
 def made_tentative(cache):
