@@ -17,7 +17,7 @@ from jaxinfra.config.model import (
     ModelConfig,
 )
 from jaxinfra.config.own import OwnMixer
-from jaxinfra.config.precision import Numerics, StoredWeights
+from jaxinfra.config.precision import StoredWeights
 from jaxinfra.config.preferences import PreferenceLoss
 from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.config.rl import EngineDevices
@@ -232,12 +232,6 @@ def _refused_meshes(run: RunConfig) -> Iterator[str]:
         yield (
             f"rl.overlap on {mesh.num_devices} devices that sample and train: two programs at a "
             "time would wait for each other; set rl.engine_devices=own, or leave overlap out"
-        )
-    if run.precision.numerics is Numerics.EXACT and engine.num_devices > 1:
-        yield (
-            f"precision.numerics=exact with an engine on {engine.num_devices} devices: of few rows "
-            "each has a part of a tile, and sums it in another order; give it one with rl."
-            "engine_devices=own, or set numerics=fast"
         )
     check_divides(run.model, engine)
 

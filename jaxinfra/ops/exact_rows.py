@@ -1,7 +1,7 @@
 """Norms and softmaxes of rows, each summed in an order that depends on its length only.
 
-On a Hopper GPU the kernels over rows compute them, whose order follows the length. Elsewhere rows
-are summed in tiles of a fixed number.
+On a Hopper GPU the kernels over rows compute them, whose order follows the length. Elsewhere a row
+is summed in a binary tree.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxinfra.numerics.exact import by_tiles, pinned
+from jaxinfra.numerics.exact import pinned
 from pallas_kernels.common import device
 from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.rows.choice import LONGEST_WHOLE
@@ -19,11 +19,20 @@ from pallas_kernels.rows.choice import LONGEST_WHOLE
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def ordered_sum(x: jax.Array, num_dims: int = 1) -> jax.Array:
-    """Sums over the last dims, kept with size 1."""
+    """Sums over the last dims, kept with size 1, in a binary tree of halves.
+
+    No compiler changes the order of such sums, whatever rows it divides among devices.
+    """
     leading = x.shape[: x.ndim - num_dims]
-    rows_MD = x.reshape(math.prod(leading), -1)
-    sums_M1 = by_tiles(functools.partial(jnp.sum, axis=1, keepdims=True), rows_MD)
-    return sums_M1.reshape(*leading, *(1,) * num_dims)
+    sums = x.reshape(*leading, -1)
+    width = sums.shape[-1]
+    half = 1 << max(width - 1, 0).bit_length()
+    sums = jnp.pad(sums, [(0, 0)] * len(leading) + [(0, half - width)])
+    sums = jax.lax.optimization_barrier(sums)  # a product before it is rounded
+    while half > 1:
+        half //= 2
+        sums = jax.lax.optimization_barrier(sums[..., :half] + sums[..., half:])
+    return sums.reshape(*leading, *(1,) * num_dims)
 
 
 def _sum_forward(x: jax.Array, num_dims: int) -> tuple[jax.Array, jax.Array]:

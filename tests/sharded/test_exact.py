@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from jaxinfra.config.finetune import LoraConfig
@@ -11,6 +12,7 @@ from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import define_model
+from jaxinfra.ops.exact_rows import ordered_sum
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, serving_rules, state_rules
 from jaxinfra.parallel.place import Placement
@@ -45,7 +47,7 @@ def on(mesh: MeshConfig, config, name, rules=None, **options):
 
 def models():
     config = dense(
-        heads=(8, 4), attention=WINDOWED, hidden_dim=352, vocab_size=72, tie_embeddings=False
+        heads=(8, 4), attention=WINDOWED, hidden_dim=352, vocab_size=300, tie_embeddings=False
     )
     latent = dataclasses.replace(config.blocks[0], mixer=LATENT)
     return {
@@ -67,6 +69,18 @@ TRAINERS = {
 FP32, BF16 = PolicyName.FP32, PolicyName.BF16
 
 
+@pytest.mark.parametrize("width", [7, 300, 1000])
+def test_a_row_has_the_same_sum_whatever_rows_a_device_has(width):
+    x_MD = jax.random.normal(jax.random.key(width), (32, width))
+    sums = np.asarray(jax.jit(ordered_sum)(x_MD))
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2), devices=jax.devices()[:8])
+    for names in (("fsdp", "tensor"), ("tensor", "fsdp")):
+        place = jax.NamedSharding(mesh, jax.P(names[0], names[1] if width % 4 == 0 else None))
+        np.testing.assert_array_equal(jax.jit(ordered_sum)(jax.device_put(x_MD, place)), sums)
+    np.testing.assert_array_equal([jax.jit(ordered_sum)(x_D)[0] for x_D in x_MD], sums[:, 0])
+    np.testing.assert_allclose(sums[:, 0], np.asarray(x_MD, np.float64).sum(1), atol=1e-5 * width)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"), [("windows", FP32), ("windows", BF16), ("latents", BF16), ("adapter", BF16)]
@@ -76,12 +90,12 @@ def test_scores_do_not_depend_on_meshes_of_engine_and_trainer(kind, name):
     one = define_model(config, execution_on(policy=policy(name)), **options)
     tree = random_parameters(one)
     found = sampled(Engine(one.bind(tree), options=WHOLE_PROMPTS))
-    mesh = MeshConfig(tensor=2)
-    served, placement = on(mesh, config, name, rules=serving_rules(mesh), **options)
-    shards = jax.device_put(tree, placement.parameters(served))
-    again = sampled(Engine(served.bind(shards), options=SMALL_CHUNKS))
-    assert [each.tokens for each in again] == [each.tokens for each in found]
-    assert num_different(found, [each.scores for each in again]) == 0
+    for mesh in (MeshConfig(tensor=2), MeshConfig(fsdp=4)):
+        served, placement = on(mesh, config, name, rules=serving_rules(mesh), **options)
+        shards = jax.device_put(tree, placement.parameters(served))
+        again = sampled(Engine(served.bind(shards), options=SMALL_CHUNKS))
+        assert [each.tokens for each in again] == [each.tokens for each in found]
+        assert num_different(found, [each.scores for each in again]) == 0
     different = {}
     for named, mesh in TRAINERS.items():
         trained, placement = on(mesh, config, name, **options)
