@@ -120,7 +120,8 @@ def in_slots(kind, length, shape=SHAPE, implementation="hopper"):
     given = inputs((3, length, *shape[2:]))
     del given["segment_ids"]
     if kind == "channels":
-        given["log_decay"] = given["log_decay"][..., None] * jnp.linspace(0.5, 1.5, shape[4])
+        channels = jnp.linspace(0.5, 1.5, shape[4])
+        given["log_decay"] = jnp.einsum("BTN,K->BTNK", given["log_decay"], channels)
     if kind == "space":
         del given["beta"]
     states = jnp.concatenate([given.pop("state"), jnp.zeros((1, shape[3], *shape[4:]))])
