@@ -5,22 +5,15 @@
 Trains a small model on rows such as "271809>8", whose answer is one of the six digits by chance.
 Then it learns from a reward alone that the answer is the largest. What to conclude: the reward
 rises from 0.17 to over 0.9, whatever the seed.
-
-With ``--engine-bits 2`` the engine samples with weights rounded to that number of mantissa bits, as
-an inexact engine does; ``--uncorrected`` leaves out the weights that correct for it.
 """
 
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import numpy as np
-
 import jaxinfra
-from jaxinfra.reinforcement import rollouts
-from jaxinfra.reinforcement.handover import Handover
 
 LEARN = (
     "rl.kl=0.02 rl.max_new_tokens=2 rl.max_running=64 training.sequence_length=10 "
@@ -39,30 +32,13 @@ def write_rows(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
 
-def sample_with_rounded_weights(bits: int) -> None:
-    """Adds an inexact engine's rounding, which the product has not."""
-    handed = Handover.trained
-
-    @jax.jit
-    def rounded(tree):
-        return jax.tree.map(lambda x: jax.lax.reduce_precision(x, 8, bits), tree)
-
-    Handover.trained = lambda self, tree, **how: rounded(handed(self, tree, **how))
-
-
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=125)
     parser.add_argument("--out", type=Path, default=Path("runs/reinforcement"))
     parser.add_argument("--set", action="append", default=[], help="settings of learning")
-    parser.add_argument("--engine-bits", type=int, help="round the engine's weights to these")
-    parser.add_argument("--uncorrected", action="store_true", help="with importance weights of 1")
-    args = parser.parse_args()
-    if args.engine_bits is not None:
-        sample_with_rounded_weights(args.engine_bits)
-    if args.uncorrected:
-        rollouts.importance = lambda differences_RT, config: np.ones_like(differences_RT)
+    args = parser.parse_args(words)
     args.out.mkdir(parents=True)
     write_rows(args.out)
     start = jaxinfra.read_run_config(Path(__file__).with_suffix(".toml"))
