@@ -140,7 +140,9 @@ def test_documents_of_a_row_do_not_see_each_other(name):
 
 @pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels"])
 def test_the_serving_form_packs_projections_of_one_input(name):
-    """With the gate, unless that is computed from few numbers."""
+    """The packed weight has the gate's columns too where the gate is one projection of the input,
+    as in the first of these layers, and not where it is a product of two.
+    """
     definition = define_model(config(name, value_dim=8), execution_on())
     parameters, tokens = drawn(definition), ids(1, 9)
     form = serving_form(definition, execution_on(decode_form=DecodeForm(packed=True)))

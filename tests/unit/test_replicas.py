@@ -367,7 +367,7 @@ def test_a_replica_whose_front_has_gone_is_asked_to_stop(monkeypatch):
     assert asked.wait(10)
 
 
-def test_connections_follow_from_open_requests_and_need_files(monkeypatch):
+def test_connections_follow_from_open_requests_and_need_files(monkeypatch, caplog):
     parser, given = argparse.ArgumentParser(), []
     serve.add_arguments(parser)
     for words, most in ((["m"], 1024), (["m", "--max-open", "3000"], 6000)):
@@ -377,3 +377,4 @@ def test_connections_follow_from_open_requests_and_need_files(monkeypatch):
     for connections in (500, 2000, 6000):
         server._let_open(connections)
     assert given == [(2256, 4096), (4096, 4096)]
+    assert [each.args for each in caplog.records] == [(6000, 6256, 4096)]

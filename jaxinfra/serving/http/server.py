@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import resource
 import socket
 import threading
@@ -112,16 +113,25 @@ class _DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+_log = logging.getLogger(__name__)
 _OTHER_FILES = 256  # that a process has open besides connections
 
 
 def _let_open(connections: int) -> None:
-    """Raises this process's limit on open files, as far as it may, to hold these connections."""
+    """Raises this process's limit on open files to hold these connections; a warning says if that
+    is not allowed.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < wanted:
+            _log.warning(
+                "%d connections need %d open files, and this process may have %d: some clients may "
+                "not be answered; raise the hard limit (ulimit -Hn), or lower --max-open",
+                *(connections, wanted, most),
+            )
 
 
 def _bound(options: ServerOptions) -> socket.socket:
