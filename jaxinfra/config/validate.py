@@ -19,7 +19,6 @@ from jaxinfra.config.model import (
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.precision import StoredWeights
 from jaxinfra.config.preferences import PreferenceLoss
-from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.config.rl import EngineDevices
 from jaxinfra.config.run import (
     LATENT_METHODS,
@@ -337,23 +336,16 @@ def _validate_context(run: RunConfig) -> None:
             f"sequence_length={training.sequence_length} does not divide into 2 x context="
             f"{mesh.context} chunks, two a device; make it a multiple of {2 * mesh.context}"
         )
-    recurrent = {
-        type(b.mixer).__name__
-        for b in run.model.blocks
-        if isinstance(b.mixer, RecurrentConfig | AttentionBesideStateConfig)
-    }
-    if recurrent:
-        raise ConfigError(
-            f"context={mesh.context} with {', '.join(sorted(recurrent))}: a device would need the "
-            "state after the parts of the sequence on the devices before it; use fsdp and tensor"
-        )
     if run.model.mtp:
         raise ConfigError(
             f"context={mesh.context} with model.mtp: its loss needs the token after next, which "
             "another device may have; use fsdp and tensor, or set model.mtp=false"
         )
     _validate_context_of_latents(run)
-    mixers = [block.mixer for block in run.model.blocks]
+    mixers = [
+        each.attention if isinstance(each, AttentionBesideStateConfig) else each
+        for each in (block.mixer for block in run.model.blocks)
+    ]
     if any(isinstance(each, GroupedAttentionConfig) and each.sinks for each in mixers):
         raise ConfigError(
             f"context={mesh.context} with attention sinks: parts of a softmax are merged without "

@@ -133,6 +133,7 @@ class Kernels:
     recur: Callable[..., tuple[jax.Array, jax.Array]]  # ``ops.linear_attention.linear_attention``
     # ``ops.linear_attention.linear_attention_in_slots``
     recur_in_slots: Callable[..., tuple[jax.Array, jax.Array]]
+    convolve: Callable[..., jax.Array]  # ``ops.linear_attention.short_convolution``
     lookup: Callable[..., jax.Array]  # ``take_rows``
     cross_entropy: Callable[..., CrossEntropySums]  # ``parallel.loss.TokenLoss``
     exchange: ExpertExchange

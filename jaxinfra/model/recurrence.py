@@ -18,7 +18,6 @@ from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.numerics.recipe import Site
-from jaxinfra.ops.linear_attention import short_convolution
 
 HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
 """Logical dims of queries, keys and values."""
@@ -105,6 +104,7 @@ class Convolution(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.policy, self.place, self.activates = execution.policy, execution.place, activates
+        self.convolve = execution.kernels.convolve
         param, dims = execution.policy.param, (axes.Q_HEADS, axes.HEAD)
         shape, bound = (num_heads, width), num_taps**-0.5
         self.weight = nnx.Param(
@@ -122,7 +122,7 @@ class Convolution(nnx.Module):
             name: name of those inputs in the cache.
         """
         tail = given.cache.read()[name] if isinstance(given.cache, StateCache) else None
-        y_BTNH = short_convolution(
+        y_BTNH = self.convolve(
             x_BTNH, self.weight[...], tail=tail, segment_ids=given.segment_ids_BT
         )
         if self.bias is not None:

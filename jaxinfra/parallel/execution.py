@@ -23,10 +23,15 @@ from jaxinfra.ops.cached_attention import cached_attention
 from jaxinfra.ops.decode_layers import decode_layers
 from jaxinfra.ops.exact_attention import exact_attention, exact_cached_attention
 from jaxinfra.ops.exact_product import are_kernels
-from jaxinfra.ops.linear_attention import linear_attention, linear_attention_in_slots
+from jaxinfra.ops.linear_attention import (
+    linear_attention,
+    linear_attention_in_slots,
+    short_convolution,
+)
 from jaxinfra.ops.multiply import Multiply
 from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode, ShardedDecodeLayers
 from jaxinfra.parallel.context.methods import ContextAttention, ContextLatentAttention
+from jaxinfra.parallel.context.states import ContextRecurrence
 from jaxinfra.parallel.exact import ordered_product
 from jaxinfra.parallel.exchange import ShardedExchange
 from jaxinfra.parallel.fp8 import fp8_devices_on
@@ -133,24 +138,28 @@ def kernels_on(
             decode_layers=None if is_exact else decode_layers,
             recur=linear_attention,
             recur_in_slots=linear_attention_in_slots,
+            convolve=short_convolution,
             lookup=take_rows,
             cross_entropy=TokenLoss(placement=placement),
             exchange=within_device,
         )
     attend, latents = ShardedAttention(placement=placement, attend=attend), None
+    recur, convolve = (whole := ShardedRecurrence(placement=placement)), short_convolution
     if placement.mesh.shape[MeshAxis.CONTEXT] > 1:
         attend, latents = (
             kind(placement=placement, method=context_method, implementation=attention)
             for kind in (ContextAttention, ContextLatentAttention)
         )
-    recur = ShardedRecurrence(placement=placement)
+        recur = ContextRecurrence(placement=placement)
+        convolve = recur.convolve
     return Kernels(
         attend=attend,
         attend_latents=latents,
         decode=ShardedDecode(placement=placement, decode=decode),
         decode_layers=None if is_exact else ShardedDecodeLayers(placement=placement),
         recur=recur,
-        recur_in_slots=recur.in_slots,
+        recur_in_slots=whole.in_slots,
+        convolve=convolve,
         lookup=ShardedLookup(placement=placement),
         cross_entropy=TokenLoss(placement=placement),
         exchange=ShardedExchange(placement=placement, config=exchange or ExchangeConfig()),

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from jaxinfra.axes import EMBED, EXPERTS, LATENT, MLP
 from jaxinfra.config.mesh import EXPERT, NODES
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
+from jaxinfra.config.recurrent import GatedDeltaConfig, RecurrentConfig
 from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.model.definition import ParameterInfo
 from jaxinfra.model.flops import attention_flops
@@ -192,6 +193,9 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
         flops = (
             rows * attention_flops(mixer, layout.length) / layout.mesh.tensor / layout.mesh.context
         )
+        if layout.mesh.context > 1 and isinstance(mixer, RecurrentConfig):
+            # Once more for chunks' states, and for what keeps them.
+            flops *= 3 if isinstance(mixer, GatedDeltaConfig) else 2
         width = mixer.head_dim
         length = layout.length // layout.mesh.context
         forward: list[Operation] = [Core("attention", flops, width, length, False)]
@@ -226,6 +230,8 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
 def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollective, ...]:
     """Lists exchanges of a pass and its gradients: keys and values in a ring, or whole latents."""
     mixer, num_shards = layer.mixer, layout.mesh.context
+    if isinstance(mixer, RecurrentConfig):
+        return _states_exchange(mixer, layout)
     latents = isinstance(mixer, LatentAttentionConfig)
     forward, backward = context_bytes(
         ContextMethod.ALL_GATHER if latents else ContextMethod.RING,
@@ -243,6 +249,21 @@ def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollecti
     share, form = (turns / num_shards, (False, 1)) if latents else (turns, (True, turns))
     each = zip(names, kinds, (forward / share, backward / share), strict=True)
     return tuple(PlannedCollective(name, kind, "context", size, *form) for name, kind, size in each)
+
+
+def _states_exchange(mixer: RecurrentConfig, layout: Layout) -> tuple[PlannedCollective, ...]:
+    """Lists exchanges of a pass and its gradients: chunks' states, and what keeps them."""
+    elements = 0
+    for each in mixer.cache.state:
+        if each.name == "state":
+            num_heads, key_width, value_width = each.shape
+            kept = key_width if isinstance(mixer, GatedDeltaConfig) else 1
+            elements += num_heads * key_width * (value_width + kept)
+        else:
+            elements += math.prod(each.shape)
+    size = 2 * layout.mesh.context * layout.micro_rows * 4 * elements / layout.mesh.tensor
+    kinds = (("states", "all-gather"), ("states gradient", "reduce-scatter"))
+    return tuple(PlannedCollective(name, kind, "context", size) for name, kind in kinds)
 
 
 def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[MemoryPass]]:

@@ -91,6 +91,8 @@ MESHES = {
     "fsdp4": (MeshConfig(fsdp=4), {"remat": Remat.FULL}),
     "replica2-tensor4": (MeshConfig(replica=2, tensor=4), {}),
     "fsdp2-tensor2-sequence": (MeshConfig(fsdp=2, tensor=2), {"sharding": WHOLE}),
+    "context2": (MeshConfig(context=2), {}),
+    "context2-fsdp2-tensor2": (MeshConfig(context=2, fsdp=2, tensor=2), {"remat": Remat.NAMED}),
     "fsdp4-zero1": (MeshConfig(fsdp=4), {"sharding": ShardingConfig(zero=1), "accumulation": 2}),
 }
 
@@ -105,9 +107,10 @@ def test_a_step_on_a_mesh_equals_one_device(case, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("axis", ["fsdp", "context"])
 @pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZB_H1])
-def test_a_pipeline_equals_one_device(schedule, name):
-    mesh = MeshConfig(pipe=2, fsdp=2)
+def test_a_pipeline_equals_one_device(schedule, axis, name):
+    mesh = MeshConfig(pipe=2, **{axis: 2})
     case = Case(model=model(name), mesh=mesh, micro_batches=4, schedule=schedule, rows=16)
     want = pipeline_cases.alone(case.model, case.micro_batches, case.remat, case.rows)
     assert_equal_but_for_rounding(loss_and_gradients(case), want)

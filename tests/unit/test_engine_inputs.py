@@ -124,11 +124,22 @@ def test_sizes_of_calls_are_few_and_reach_all_requests():
 
 
 def test_room_for_pages_in_the_hosts_memory():
-    assert EngineOptions().num_host_pages(1000) == 0, "unless it is asked for"
+    limits = EngineOptions().limits(MODELS["tiny"]())
+
+    def room(options, *sizes):
+        page_bytes, state_bytes = sizes
+        found = options.with_host(limits, page_bytes=page_bytes, state_bytes=state_bytes)
+        return found.num_host_pages, found.num_host_states
+
+    assert room(EngineOptions(), 1000, 0) == (0, 0), "unless it is asked for"
     kept = EngineOptions(preemption=Preemption.HOST, host_bytes=2500)
-    assert kept.num_host_pages(1000) == 2
+    assert room(kept, 1000, 0) == (2, 0)
+    assert room(kept, 100, 600) == (13, 2)
+    most = limits.max_running + limits.num_pages, limits.max_running * limits.num_pages
+    assert room(kept, 0, 1) == (most[1], 1250)
+    assert room(dataclasses.replace(kept, host_bytes=1 << 30), 0, 1) == (most[1], most[0])
     with pytest.raises(ConfigError, match="host_bytes=2500 has no room for a page of 3000 bytes"):
-        kept.num_host_pages(3000)
+        room(kept, 3000, 0)
 
 
 def test_options_of_the_command_line():

@@ -55,7 +55,9 @@ class Device:
         for slot, page in plan.restores:
             self.pages[page] = dict(self.host[slot])
         for source, target in plan.states:
-            assert target in self.scheduler.limits.snapshot_slots
+            limits = self.scheduler.limits
+            is_from_host = source in limits.host_state_slots
+            assert is_from_host or target in (*limits.snapshot_slots, *limits.host_state_slots)
             self.states[target] = self.states[source]
         return [(row, self.row(row, num_referenced)) for row in plan.rows]
 
@@ -108,7 +110,8 @@ def check_snapshots(scheduler):
     """Each slot is free, or held by a page of the tree; without requests by nobody else."""
     snapshots = scheduler.snapshots
     kept = [each.slot for each in snapshots._kept.values()]
-    assert sorted([*snapshots._free, *kept]) == [*scheduler.limits.snapshot_slots]
+    slots = [*scheduler.limits.snapshot_slots, *scheduler.limits.host_state_slots]
+    assert sorted([*snapshots._free, *snapshots._free_host, *kept]) == slots
     assert all(page in scheduler.tree for page in snapshots._kept)
 
 
@@ -194,15 +197,16 @@ def requests(ids):
 
 def limits():
     return st.builds(
-        lambda pages, size, share, long, host, snapshots: dataclasses.replace(
+        lambda pages, size, share, long, host, snapshots, states: dataclasses.replace(
             LIMITS,
             num_pages=pages,
             page_size=size,
             share_prefixes=share,
             long_context=long,
-            num_host_pages=0 if snapshots else host,
+            num_host_pages=host,
             has_states=snapshots > 0,
             num_snapshots=snapshots,
+            num_host_states=states if snapshots and host else 0,
         ),
         st.integers(12, 24),
         st.sampled_from([4, 5]),
@@ -210,6 +214,7 @@ def limits():
         st.sampled_from([None, 9, 20]),
         st.sampled_from([0, 3, 100]),
         st.sampled_from([0, 1, 2, 6]),
+        st.sampled_from([0, 1, 3, 100]),
     )
 
 
@@ -256,7 +261,8 @@ def test_poison_stays_with_its_request(
 ):
     limits = dataclasses.replace(
         LIMITS,
-        num_host_pages=0 if num_snapshots else num_host_pages,
+        num_host_pages=num_host_pages,
+        num_host_states=2 if num_snapshots and num_host_pages else 0,
         has_states=num_snapshots > 0,
         num_snapshots=num_snapshots,
         max_step_tokens=24 + 4 * num_drafts,
@@ -367,9 +373,11 @@ def test_a_page_that_two_requests_share_goes_to_the_host_once():
     assert (host.num_used, host.num_saved, host.num_restored) == (0, 5, 1)
 
 
-def test_what_the_host_keeps_is_not_computed_again():
+@pytest.mark.parametrize("has_states", [False, True])
+def test_what_the_host_keeps_is_not_computed_again(has_states):
     def computed(num_host_pages):
-        limits = dataclasses.replace(LIMITS, num_pages=8, num_host_pages=num_host_pages)
+        states = {"has_states": has_states, "num_host_states": has_states * num_host_pages}
+        limits = dataclasses.replace(LIMITS, num_pages=8, num_host_pages=num_host_pages, **states)
         scheduler = Scheduler(dataclasses.replace(limits, share_prefixes=False))
         counts, plan = [], scheduler.plan
 
@@ -383,7 +391,9 @@ def test_what_the_host_keeps_is_not_computed_again():
         assert scheduler.num_preemptions > 0
         return sum(counts)
 
-    assert computed(100) == 4 * (8 + 16 - 1) < computed(2) < computed(0)
+    assert computed(100) == 4 * (8 + 16 - 1) < computed(0)
+    # A state needs all pages before it.
+    assert computed(2) == computed(0) if has_states else computed(100) < computed(2) < computed(0)
 
 
 def test_requests_go_on_from_where_others_left_their_prefix():

@@ -31,9 +31,9 @@ WARM = SamplingConfig(temperature=0.7)
 
 
 @functools.cache
-def engine(name, num_drafts=0):
+def engine(name, num_drafts=0, **more):
     options = dataclasses.replace(
-        OPTIONS, num_drafts=num_drafts, max_step_tokens=24 + 3 * num_drafts
+        OPTIONS, num_drafts=num_drafts, max_step_tokens=24 + 3 * num_drafts, **more
     )
     return Engine(decoder(name), options=options)
 
@@ -68,23 +68,45 @@ def test_requests_draw_what_they_draw_alone(name):
     assert serving.scheduler.snapshots.num_used >= used + 2
 
 
-@pytest.mark.quick_cases("gated_delta-greedy")
+@pytest.mark.quick_cases("gated_delta-greedy-host")
+@pytest.mark.parametrize("preemption", [*Preemption])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", MIXERS)
-def test_rejected_drafts_leave_no_state(name, sampling):
-    serving = engine(name, num_drafts=3)
+def test_rejected_drafts_leave_no_state(name, sampling, preemption):
+    serving = engine(name, num_drafts=3, preemption=preemption)
     want = [alone(name, prompt, sampling) for prompt in PROMPTS]
     assert drawn(serving, sampling) == want
     assert serving.scheduler.num_preemptions > 0
     assert serving.scheduler.snapshots.num_used > 0
+    assert (serving.scheduler.snapshots.num_from_host > 0) == (preemption is Preemption.HOST)
     if sampling is GREEDY:  # sampled texts may repeat nothing that could be proposed
         assert serving.counts.drafted_tokens > serving.counts.accepted_tokens > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("name", MIXERS)
+def test_states_of_preempted_requests_come_back_from_the_host(name, num_drafts):
+    serving = engine(name, num_drafts, preemption=Preemption.HOST, num_snapshots=0)
+    assert drawn(serving) == [alone(name, prompt) for prompt in PROMPTS]
+    assert serving.scheduler.num_preemptions == serving.scheduler.snapshots.num_from_host > 0
+    if not num_drafts:  # each token is computed once
+        assert serving.counts.computed_tokens == sum(map(len, PROMPTS)) + len(PROMPTS) * (NEW - 1)
+
+
+@pytest.mark.slow
+def test_snapshots_that_the_device_gives_up_go_on_from_the_host():
+    serving = engine("gated_delta", preemption=Preemption.HOST, num_snapshots=1)
+    for _ in range(3):
+        assert drawn(serving) == [alone("gated_delta", prompt) for prompt in PROMPTS]
+    assert serving.scheduler.snapshots.num_from_host > serving.scheduler.num_preemptions
+
+
 def test_what_states_cannot_have_is_refused():
     model = decoder("gated_delta")
-    with pytest.raises(ConfigError, match="preemption=host with layers that keep a state"):
-        Engine(model, options=dataclasses.replace(OPTIONS, preemption=Preemption.HOST))
+    tight = dataclasses.replace(OPTIONS, preemption=Preemption.HOST, host_bytes=5000)
+    with pytest.raises(ConfigError, match=r"no room for a page of .* bytes and two states of"):
+        Engine(model, options=tight)
     with pytest.raises(UnsupportedError, match="draft model whose layers keep a state"):
         Engine(model, options=dataclasses.replace(OPTIONS, num_drafts=1), draft=model)
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxinfra
 from jaxinfra.config.kinds import Branches
 from jaxinfra.config.model import (
     AttentionBesideStateConfig,
@@ -25,7 +24,6 @@ from jaxinfra.config.recurrent import (
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
-from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.cache import HELD, JointCache, StateCache, recurrent_bytes
 from jaxinfra.model.definition import by_path, define_model
@@ -206,14 +204,6 @@ def test_bytes_of_states_are_counted():
     num_bytes = sum(x.size * x.dtype.itemsize for x in held)
     assert num_bytes == 3 * recurrent_bytes(config("gated_delta"), compute=4) > 0
     assert recurrent_bytes(small_models.dense()) == 0
-
-
-@pytest.mark.parametrize("name", MIXERS)
-def test_a_context_axis_is_refused(name):
-    run = jaxinfra.customize(jaxinfra.preset("tiny"), mixer=MIXERS[name])
-    run = jaxinfra.override(run, ["mesh.context=2"])
-    with pytest.raises(ConfigError, match=f"context=2 with {type(MIXERS[name]).__name__}"):
-        validate(run)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError, DataError, UnsupportedError
+from jaxinfra.model.cache import recurrent_bytes
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import Parameters
 from jaxinfra.serving.adapter_bank import AdapterBank, AdapterRow
@@ -114,10 +115,14 @@ def _limits(options: EngineOptions, model: Decoder, draft: Decoder | None) -> Sc
     models = [(each.config, each.execution) for each in (model, draft) if each is not None]
     if draft is None and limits.num_drafts:
         models.append((model.config.mtp_part, model.execution))
-    num_host_pages = options.num_host_pages(
-        sum(page_bytes(*each, limits.page_size) for each in models)
+    policy = model.execution.policy
+    return options.with_host(
+        limits,
+        page_bytes=sum(page_bytes(*each, limits.page_size) for each in models),
+        state_bytes=recurrent_bytes(
+            model.config, accum=policy.accum.itemsize, compute=policy.compute.itemsize
+        ),
     )
-    return dataclasses.replace(limits, num_host_pages=num_host_pages)
 
 
 @final

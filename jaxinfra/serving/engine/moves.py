@@ -1,11 +1,9 @@
-"""Moves of pages and states on the device, and between the device and the host's memory.
+"""Programs that move pages and states on the device, and to and from the host's memory.
 
 Dims: N page or slot, L layers.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -62,45 +60,17 @@ def moved_shapes(state: DeviceState) -> Moved[jax.ShapeDtypeStruct]:
     return jax.eval_shape(read_pages, state, pages)
 
 
-def batches[Pair](pairs: Sequence[Pair], padding: Pair) -> Iterator[tuple[int, list[Pair]]]:
-    """Splits pairs into padded lists, one per call; yields each with its number of real pairs."""
-    for first in range(0, len(pairs), PAGES_AT_ONCE):
-        part = [*pairs[first : first + PAGES_AT_ONCE]]
-        yield len(part), part + [padding] * (PAGES_AT_ONCE - len(part))
+def read_states(state: DeviceState, from_N: Int[Array, "N"]) -> Pools:
+    """Returns the contents of these slots of states, [L, N, ...] each."""
+    return jax.tree.map(lambda stored: stored[:, from_N], state.states)
 
 
-@final
-class HostMemory:
-    """Host memory for KV-cache pages, in slots of one page each.
+def write_states(state: DeviceState, to_N: Int[Array, "N"], states: Pools) -> DeviceState:
+    """Returns the state with contents written to these slots of states."""
+    written = jax.tree.map(lambda x, new: x.at[:, to_N].set(new), state.states, states)
+    return dataclasses.replace(state, states=written)
 
-    Args:
-        shapes: shapes and dtypes of the page contents that one call moves.
-    """
 
-    def __init__(self, shapes: Moved[jax.ShapeDtypeStruct], *, num_slots: int):
-        leaves, self._tree = jax.tree.flatten(shapes)
-        # The system gives memory as slots are first written.
-        self._stored = [
-            np.empty((num_slots, leaf.shape[0], *leaf.shape[2:]), leaf.dtype) for leaf in leaves
-        ]
-        self._coming: list[tuple[list[int], list[jax.Array]]] = []
-
-    def take(self, slots: list[int], pages: MovedPages) -> None:
-        """Starts copying pages from the device into host slots; returns before the copy is done."""
-        leaves = jax.tree.leaves(pages)
-        for leaf in leaves:
-            leaf.copy_to_host_async()
-        self._coming.append((slots, leaves))
-
-    def collect(self) -> None:
-        """Waits for copies under way. Until then the copied arrays stay in device memory too."""
-        coming, self._coming = self._coming, []
-        for slots, leaves in coming:
-            for stored, leaf in zip(self._stored, leaves, strict=True):
-                stored[slots] = np.moveaxis(np.asarray(leaf), 1, 0)[: len(slots)]
-
-    def pages(self, slots: list[int]) -> Moved[np.ndarray]:
-        """Returns the contents of these slots, which may be overwritten at once."""
-        self.collect()
-        read = [np.ascontiguousarray(np.moveaxis(stored[slots], 0, 1)) for stored in self._stored]
-        return jax.tree.unflatten(self._tree, read)
+def moved_state_shapes(state: DeviceState) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
+    """Returns shapes and dtypes of the one slot of states that a call moves."""
+    return jax.eval_shape(read_states, state, jax.ShapeDtypeStruct((1,), np.int32))

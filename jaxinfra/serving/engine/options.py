@@ -82,12 +82,6 @@ class EngineOptions:
             wanted = self.num_snapshots
             num_snapshots = 2 * max_running if wanted is None else wanted
             shares = num_snapshots > 0
-        if has_states and self.preemption is Preemption.HOST:
-            raise ConfigError(
-                f"preemption={self.preemption.value} with layers that keep a state: the host keeps "
-                f"pages only; take preemption={Preemption.RECOMPUTE.value!r}, which goes on from "
-                "the latest snapshot"
-            )
         return SchedulerLimits(
             num_pages=1 + max_running * pages if self.num_pages is None else self.num_pages,
             page_size=self.page_size,
@@ -104,20 +98,36 @@ class EngineOptions:
             num_drafts=self.num_drafts if has_draft or config.mtp else 0,
         )
 
-    def num_host_pages(self, page_bytes: int) -> int:
-        """Returns how many KV-cache pages fit into the host memory of ``host_bytes``.
+    def with_host(
+        self, limits: SchedulerLimits, *, page_bytes: int, state_bytes: int
+    ) -> SchedulerLimits:
+        """Returns limits with the KV-cache pages and states that ``host_bytes`` have room for.
+
+        States get half of the host's memory, pages the rest, each no more than can be used.
 
         Args:
             page_bytes: bytes of a page over all layers and devices.
+            state_bytes: bytes of a sequence's states; 0 in a model without them.
+
+        Raises:
+            ConfigError: not one page or state fits.
         """
         if self.preemption is Preemption.RECOMPUTE:
-            return 0
-        if self.host_bytes < page_bytes:
+            return limits
+        if self.host_bytes < page_bytes + 2 * state_bytes:
+            states = f" and two states of {state_bytes}" if state_bytes else ""
             raise ConfigError(
-                f"host_bytes={self.host_bytes} has no room for a page of {page_bytes} bytes; raise "
-                f"it, or take preemption={Preemption.RECOMPUTE.value!r}"
+                f"host_bytes={self.host_bytes} has no room for a page of {page_bytes} bytes"
+                f"{states}; raise it, or take preemption={Preemption.RECOMPUTE.value!r}"
             )
-        return self.host_bytes // page_bytes
+        # A page of the tree has at most one snapshot, and a request that runs may be preempted.
+        most = limits.max_running + limits.num_pages
+        num_states = min(most, self.host_bytes // (2 * state_bytes)) if state_bytes else 0
+        left_bytes = self.host_bytes - num_states * state_bytes
+        # Only pages of a model without attention take no bytes.
+        most = limits.max_running * limits.num_pages
+        num_pages = left_bytes // page_bytes if page_bytes else most
+        return dataclasses.replace(limits, num_host_pages=num_pages, num_host_states=num_states)
 
 
 def original_context(config: ModelConfig) -> int | None:

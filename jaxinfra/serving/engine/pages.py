@@ -299,17 +299,24 @@ class HostPages:
         """Number of host slots that at least one request uses."""
         return self.num_slots - len(self._free)
 
-    def save(self, stream: RequestStream, *, tree: Container[int]) -> list[tuple[int, int]]:
+    def save(
+        self, stream: RequestStream, *, tree: Container[int], needs_all: bool = False
+    ) -> list[tuple[int, int]]:
         """Assigns host slots to a request's pages, and returns the copies to make: (page, slot).
 
         Pages get slots in order from the first, until no slot is free.
 
         Args:
             tree: the pages that the prefix tree holds.
+            needs_all: save nothing if there are too few slots, as pages without the state after
+                them are of no use.
         """
-        num_tokens = min(stream.computed, len(stream.tokens))
+        num_tokens = stream.computed if needs_all else min(stream.computed, len(stream.tokens))
+        pages = stream.pages[: -(-num_tokens // self._size)]
+        if needs_all and sum(page not in self._slots for page in pages) > len(self._free):
+            return []
         slots, copies = [], []
-        for page in stream.pages[: -(-num_tokens // self._size)]:
+        for page in pages:
             slot = self._slots.get(page)
             if slot is None:
                 if not self._free:

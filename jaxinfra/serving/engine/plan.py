@@ -30,6 +30,7 @@ class SchedulerLimits:
     num_host_pages: int = 0  # of preempted requests, kept by the host; 0: they are computed again
     has_states: bool = False  # layers keep a state per request, in the request's slot
     num_snapshots: int = 0  # copies of states after prefixes, from which requests go on
+    num_host_states: int = 0  # kept by the host: of preempted requests, and older snapshots
 
     def __post_init__(self) -> None:
         least = self.max_running * (1 + self.num_drafts) + self.chunk_sizes[0]
@@ -72,6 +73,11 @@ class SchedulerLimits:
         """Number of slots of states: requests', the empty state's and snapshots'."""
         return self.max_running + 1 + self.num_snapshots
 
+    @property
+    def host_state_slots(self) -> range:
+        """Numbers of the host's slots of states, which follow the device's."""
+        return range(self.num_state_slots, self.num_state_slots + self.num_host_states)
+
     def rows(self, number: int) -> int:
         """Returns the smallest compiled batch size with at least ``number`` rows."""
         return self.row_sizes[bisect.bisect_left(self.row_sizes, number)]
@@ -112,7 +118,7 @@ class StepPlan:
     copies: list[tuple[int, int]]  # pages, from and to
     zeros: list[int]  # pages to fill with zeros
     restores: list[tuple[int, int]]  # the host's slots, and the pages that they go to
-    states: list[tuple[int, int]]  # slots of states to copy, from and to
+    states: list[tuple[int, int]]  # slots of states to copy in turn, from and to
     chunks: list[PlannedRow]
     chunk_length: int
     decodes: list[PlannedRow]

@@ -59,6 +59,8 @@ COPY = ProgramKey(name="copy", rows=PAGES_AT_ONCE)
 KEEP = ProgramKey(name="keep", rows=1)
 SAVE = ProgramKey(name="save", rows=PAGES_AT_ONCE)
 RESTORE = ProgramKey(name="restore", rows=PAGES_AT_ONCE)
+SAVE_STATE = ProgramKey(name="save_state", rows=1)
+RESTORE_STATE = ProgramKey(name="restore_state", rows=1)
 MASK = ProgramKey(name="mask", rows=1)
 
 
@@ -94,6 +96,8 @@ def listed_programs(
         ]
     if limits.num_host_pages:
         keys += [SAVE, RESTORE]
+    if limits.num_host_states:
+        keys += [SAVE_STATE, RESTORE_STATE]
     if limits.num_snapshots:
         keys.append(KEEP)
     keys += [EMPTY, COPY, history_program(limits), MASK]

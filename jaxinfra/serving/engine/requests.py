@@ -107,6 +107,7 @@ class HostCopy:
     slots: tuple[int, ...]
     num_tokens: int  # the last page may be partly filled
     kind: Hashable  # of the request when it was saved
+    state: Snapshot | None = None  # after these tokens, in a model with states
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)

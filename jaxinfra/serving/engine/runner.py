@@ -27,9 +27,8 @@ from jaxinfra.serving.engine.fit import (
     require_pages,
 )
 from jaxinfra.serving.engine.inputs import RowWriter
-from jaxinfra.serving.engine.moves import HostMemory, batches
+from jaxinfra.serving.engine.mover import Mover
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.engine.pages import NULL_PAGE
 from jaxinfra.serving.engine.plan import (
     PlannedRow,
     RowSample,
@@ -38,12 +37,10 @@ from jaxinfra.serving.engine.plan import (
     samples_of_rows,
 )
 from jaxinfra.serving.engine.program_set import (
-    COPY,
     EMPTY,
-    KEEP,
     MASK,
-    RESTORE,
     SAVE,
+    SAVE_STATE,
     Prepared,
     ProgramKey,
     ProgramSet,
@@ -67,7 +64,7 @@ MOST_BIASES = 300
 """Most token ids in a request's ``logit_bias``, the limit of OpenAI's API."""
 
 _PAGES_TOLERANCE = 0.02  # of the number of pages, within which kept programs are taken
-_OF_STATE_ALONE = ("copy", "keep", "restore", "mask", "history")
+_OF_STATE_ALONE = ("copy", "keep", "restore", "restore_state", "mask", "history")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +138,7 @@ class ModelRunner:
             room=self.scratch,
         )
         self._state = self._state_shapes = self._placed_state()
-        self._host: HostMemory | None = None
+        self._mover = Mover(self._state_shapes, limits, call=self.call)
 
     @property
     def _one_place(self) -> jax.sharding.Sharding | None:
@@ -261,9 +258,6 @@ class ModelRunner:
             jax.tree.structure(self._shapes), jax.tree.leaves(weights)
         )
         self._state = jax.block_until_ready(self.programs.get(EMPTY)())
-        if self._limits.num_host_pages:
-            shapes = moves.moved_shapes(self._state)
-            self._host = HostMemory(shapes, num_slots=self._limits.num_host_pages)
 
     def release(self) -> None:
         """Drops the weights, the pools and what is known of requests; ``attach`` comes next."""
@@ -307,12 +301,7 @@ class ModelRunner:
         Args:
             masks: allowed-token masks by slot, for rows whose request has a structure.
         """
-        self._save(plan.saves)
-        self._copy(plan.copies)
-        self._copy([(NULL_PAGE, page) for page in plan.zeros])
-        self._restore(plan.restores)
-        for pair in plan.states:
-            self.call(KEEP, *np.array(pair, np.int32).reshape(2, 1))
+        self._mover.move(plan)
         for slot, mask_W in masks.items():
             # Ids beyond those that are drawn, and those that the structure does not know: not now.
             words_1W = np.zeros((1, self._mask_words), np.uint32)
@@ -332,8 +321,7 @@ class ModelRunner:
 
     def read(self, dispatched: Dispatched) -> list[RowSample]:
         """Waits for a dispatched step, and returns the tokens that it sampled."""
-        if self._host is not None:
-            self._host.collect()
+        self._mover.collect()
         result = []
         for rows, (array, *told) in dispatched.rows:
             scores = [jax.tree.map(np.asarray, each) for each in told]
@@ -416,27 +404,6 @@ class ModelRunner:
             known = self._sampling[size] = (padded, rows)
         return known[1]
 
-    def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        for _, padded in batches(pairs, (NULL_PAGE, self._limits.num_pages)):
-            sources, targets = np.array(padded, np.int32).T.copy()
-            self.call(COPY, sources, targets)
-
-    def _save(self, pairs: list[tuple[int, int]]) -> None:
-        """Starts copying pages from the device into host slots."""
-        for count, padded in batches(pairs, (NULL_PAGE, 0)):
-            pages, slots = zip(*padded, strict=True)
-            assert self._host is not None
-            given = self.call(SAVE, np.array(pages, np.int32))
-            self._host.take([*slots[:count]], given)
-
-    def _restore(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies host slots into pages on the device."""
-        for _, padded in batches(pairs, (0, self._limits.num_pages)):
-            slots, pages = zip(*padded, strict=True)
-            assert self._host is not None
-            given = self._host.pages([*slots])
-            self.call(RESTORE, np.array(pages, np.int32), given)
-
     def mirror(self, send: Callable[[ProgramKey, tuple[Any, ...]], None]) -> None:
         """Sets a function that sends each program call, before it is made, to the mesh's other
         processes, which make it too.
@@ -449,7 +416,7 @@ class ModelRunner:
             arguments = jax.tree.map(np.asarray, arguments)
             self._tell(key, arguments)
         program = self.programs.get(key)
-        if key == SAVE:
+        if key in (SAVE, SAVE_STATE):
             return program(self._state, *arguments)
         if key.name in _OF_STATE_ALONE:
             self._state = program(self._state, *arguments)
@@ -476,6 +443,11 @@ class ModelRunner:
             case "restore":
                 pages = moves.moved_shapes(state)
                 function, arguments = moves.write_pages, (state, indices, pages)
+            case "save_state":
+                function, arguments = moves.read_states, (state, indices)
+            case "restore_state":
+                states = moves.moved_state_shapes(state)
+                function, arguments = moves.write_states, (state, indices, states)
             case "mask":
                 masks = np.zeros((key.rows, self._mask_words), np.uint32)
                 function, arguments = programs.set_masks, (state, indices, masks)
@@ -494,9 +466,8 @@ class ModelRunner:
                 if key.name == "score":
                     arguments = (*arguments, np.zeros((key.rows, key.length), np.int32))
         # The state is given up for the next one; what is saved is read only.
-        donated = tuple(
-            place for place, each in enumerate(arguments) if each is state and key != SAVE
-        )
+        donates = key not in (SAVE, SAVE_STATE)
+        donated = tuple(place for place, each in enumerate(arguments) if each is state and donates)
         return Prepared(function, arguments, donated)
 
 

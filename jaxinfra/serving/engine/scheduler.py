@@ -37,7 +37,7 @@ class Scheduler:
         self.allocator = PageAllocator(limits.num_pages)
         self.host = HostPages(limits.num_host_pages, page_size=limits.page_size)
         self.tree = PrefixTree(self.allocator, page_size=limits.page_size, removed=self._removed)
-        self.snapshots = Snapshots(limits.snapshot_slots)
+        self.snapshots = Snapshots(limits.snapshot_slots, limits.host_state_slots)
         self.waiting: list[RequestStream] = []
         self.running: list[RequestStream] = []
         self.num_preemptions = 0
@@ -45,7 +45,6 @@ class Scheduler:
         self._propose = propose
         self._saves: list[tuple[int, int]] = []  # of the step that is being planned
         self._restores: list[tuple[int, int]] = []
-        self._states: list[tuple[int, int]] = []
         self._planned: set[RequestStream] = set()
         # How many drafts hold is known when they are read.
         self._speculates = propose is not None or limits.num_drafts > 0
@@ -61,13 +60,14 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Plans the next step, and updates the requests' state as if the step were done."""
         self._planned.clear()
-        self._saves, self._restores, self._states = [], [], []
+        self._saves, self._restores = [], []
+        self.snapshots.begin_step()
         plan = StepPlan(
             saves=self._saves,
             copies=[],
             zeros=[],
             restores=self._restores,
-            states=self._states,
+            states=self.snapshots.moves,
             chunks=[],
             chunk_length=0,
             decodes=[],
@@ -171,9 +171,11 @@ class Scheduler:
         begins_from, stream.begins_from = stream.begins_from, None
         if stream.computed == 0:
             return self.limits.empty_state
-        if begins_from is not None:
-            return begins_from.slot
         assert stream.slot is not None
+        if begins_from is not None:
+            slot = self.snapshots.begin(begins_from, stream.slot)
+            if slot != stream.slot:
+                return slot
         self._take_snapshot(stream, stream.slot)
         return stream.slot
 
@@ -191,10 +193,9 @@ class Scheduler:
             and (old.page is None or self.snapshots.is_kept(old))
         ):
             self.snapshots.drop(old)
-        stream.snapshot = new = self.snapshots.take(at)
+        stream.snapshot = new = self.snapshots.take(at, slot)
         if new is not None:
             new.is_used = at in stream.wanted
-            self._states.append((slot, new.slot))
             self._attach(stream)
 
     def _attach(self, stream: RequestStream) -> None:
@@ -288,12 +289,12 @@ class Scheduler:
         if self.limits.share_prefixes and not stream.request.scores_prompt:
             found = self.tree.match(stream.tokens, kind=stream.kind, limit=total - 1)
             pages, cached = [*found.pages], found.num_tokens
-        if self.limits.has_states:
-            cached = self._to_snapshot(stream, pages, cached)
-        whole = cached // size
         restored = self.host.num_tokens(stream)
-        if restored <= cached:
+        if self.limits.has_states:
+            cached = self._to_state(stream, pages, cached, restored)
+        elif restored <= cached:
             restored = 0
+        whole = cached // size
         needed = -(-total // size) - whole
         spare = len(self.running) if stream.slot is None else 0
         if len(pages) > whole and (restored or needed + spare > self._num_available):
@@ -312,23 +313,31 @@ class Scheduler:
             # It goes on within a page that others read.
             copies.append((pages[whole], fresh[0]))
             self.allocator.release(pages.pop())
-        if stream.begins_from is not None:
-            self.snapshots.use(stream.begins_from)
         stream.pages = [*pages, *fresh]
         stream.computed, stream.num_registered = max(cached, restored), whole
         stream.num_finite = 0
         if len(stream.tokens) == len(stream.request.prompt_ids) and stream.saved is None:
             stream.num_cached = cached
+        if not restored:
+            self._drop_saved_state(stream)
         self._restores += self.host.restore(stream, whole, restored)
         return True
 
-    def _to_snapshot(self, stream: RequestStream, pages: list[int], cached: int) -> int:
-        """Returns how many of the cached tokens have their states kept; releases further pages.
+    def _to_state(self, stream: RequestStream, pages: list[int], cached: int, restored: int) -> int:
+        """Returns how many of the cached tokens have their states kept, or come before those that
+        the host restores; releases further pages.
 
         Where the request leaves what is cached, others may too: there its states will be kept.
         """
         size = self.limits.page_size
         whole = cached // size
+        if restored:
+            assert stream.saved is not None
+            whole = min(whole, restored // size)
+            self.allocator.release_all(pages[whole:])
+            del pages[whole:]
+            stream.begins_from, stream.wanted = stream.saved.state, set()
+            return whole * size
         # A request that runs may not be planned at once, and the snapshot be gone by then.
         found = self.snapshots.latest(pages[:whole]) if stream.slot is None else None
         known = 0 if found is None else found.num_tokens // size
@@ -407,7 +416,15 @@ class Scheduler:
         """Takes a running request's pages, and puts it back among the waiting ones."""
         self.num_preemptions += 1
         self._register(stream)
-        self._saves += self.host.save(stream, tree=self.tree)
+        copies = self.host.save(stream, tree=self.tree, needs_all=self.limits.has_states)
+        if self.limits.has_states and stream.saved is not None:
+            assert stream.slot is not None
+            state = self.snapshots.save(stream.computed, stream.slot)
+            if state is None:
+                self.host.drop(stream)
+            else:
+                stream.saved = dataclasses.replace(stream.saved, state=state)
+        self._saves += copies
         self._give_up_pages(stream)
         self._leave(stream)
         bisect.insort(self.waiting, stream, key=lambda each: each.number)
@@ -424,6 +441,10 @@ class Scheduler:
         self.allocator.release_all(stream.pages)
         stream.pages = []
         stream.computed = stream.num_registered = 0
+
+    def _drop_saved_state(self, stream: RequestStream) -> None:
+        if stream.saved is not None and stream.saved.state is not None:
+            self.snapshots.drop(stream.saved.state)
 
     def _leave_states(self, stream: RequestStream) -> None:
         """Drops a request's snapshot unless the prefix tree holds it."""
@@ -452,6 +473,7 @@ class Scheduler:
         stream.is_over = True
         if stream.slot is None:
             self.waiting.remove(stream)
+            self._drop_saved_state(stream)
             self.host.drop(stream)
             return
         if poisoned:
@@ -477,10 +499,13 @@ class Scheduler:
         stream.pending -= 1
         if stream.is_over:
             return ()
+        num_known = row.start + 1 + num_accepted
         if stream.slot is not None:
             self._trust(stream, row.start + row.count)
             if row.num_drafts:
-                stream.computed = row.start + 1 + num_accepted  # what follows is overwritten
+                stream.computed = num_known  # what follows is overwritten
+        elif row.num_drafts and stream.saved is not None and stream.saved.state is not None:
+            stream.saved = dataclasses.replace(stream.saved, num_tokens=num_known)
         taken = tuple(tokens)[: 1 + num_accepted]
         stream.tokens += taken
         return taken

@@ -164,7 +164,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         engine = self._thread.engine
         scheduler, counts = engine.scheduler, engine.counts
-        allocator, host = scheduler.allocator, scheduler.host
+        allocator, host, states = scheduler.allocator, scheduler.host, scheduler.snapshots
         used = allocator.num_in_use / allocator.num_usable
         for name, text, value in (
             ("vllm:num_requests_running", "Requests that have pages.", len(scheduler.running)),
@@ -186,6 +186,8 @@ class _EngineCollector(Collector):
             ("vllm:spec_decode_num_accepted_tokens", "Of these, accepted.", counts.accepted_tokens),
             ("jaxinfra:host_pages_saved", "Pages copied to the host.", host.num_saved),
             ("jaxinfra:host_pages_restored", "Pages copied back from the host.", host.num_restored),
+            ("jaxinfra:host_states_saved", "States copied to the host.", states.num_to_host),
+            ("jaxinfra:host_states_restored", "States copied back.", states.num_from_host),
             ("jaxinfra:steps", "Steps of the engine.", counts.steps),
             ("jaxinfra:late_compiles", "Programs compiled while requests waited.", late),
         ):
