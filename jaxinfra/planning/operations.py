@@ -231,7 +231,7 @@ def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollecti
     """Lists exchanges of a pass and its gradients: keys and values in a ring, or whole latents."""
     mixer, num_shards = layer.mixer, layout.mesh.context
     if isinstance(mixer, RecurrentConfig):
-        return _states_exchange(mixer, layout)
+        return _states_exchange(layer, layout)
     latents = isinstance(mixer, LatentAttentionConfig)
     forward, backward = context_bytes(
         ContextMethod.ALL_GATHER if latents else ContextMethod.RING,
@@ -251,13 +251,13 @@ def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollecti
     return tuple(PlannedCollective(name, kind, "context", size, *form) for name, kind, size in each)
 
 
-def _states_exchange(mixer: RecurrentConfig, layout: Layout) -> tuple[PlannedCollective, ...]:
+def _states_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollective, ...]:
     """Lists exchanges of a pass and its gradients: chunks' states, and what keeps them."""
-    elements = 0
-    for each in mixer.cache.state:
+    elements, is_delta = 0, isinstance(layer.mixer, GatedDeltaConfig)
+    for each in layer.mixer.cache.state:
         if each.name == "state":
             num_heads, key_width, value_width = each.shape
-            kept = key_width if isinstance(mixer, GatedDeltaConfig) else 1
+            kept = key_width if is_delta else 1
             elements += num_heads * key_width * (value_width + kept)
         else:
             elements += math.prod(each.shape)

@@ -52,8 +52,8 @@ class ContextRecurrence:
         rates: Float[Array, "M H"] | None,
         state: None,
         segment_ids: Int[Array, "B T"] | None,
-    ) -> tuple[Float[Array, "B T M V"], None]:
-        """Computes the outputs of ``ops.linear_attention.linear_attention`` from zeros; no state.
+    ) -> tuple[Float[Array, "B T M V"], Float[Array, "B M H V"]]:
+        """Computes ``ops.linear_attention.linear_attention`` from a state of zeros.
 
         Raises ConfigError if the sequence does not cut into 2P chunks.
         """
@@ -63,7 +63,7 @@ class ContextRecurrence:
         heads_spec, numbers_spec = place.spec((*_HEADS, None)), place.spec(_HEADS)
         # Channels with rates share one key, which each device of the tensor axis has.
         keys_spec = heads_spec if rates is None else place.spec((*_HEADS[:2], None, None))
-        out = place.on_each_device(
+        return place.on_each_device(
             _recurred,
             in_specs=(
                 keys_spec,
@@ -74,10 +74,9 @@ class ContextRecurrence:
                 None if rates is None else place.spec((axes.Q_HEADS, None)),
                 None if segment_ids is None else place.spec(_HEADS[:2]),
             ),
-            out_specs=heads_spec,
+            out_specs=(heads_spec, place.spec((axes.BATCH, axes.Q_HEADS, None, None))),
             check_vma=False,  # as of attention: nothing is summed over a mesh axis
         )(q, k, v, log_decay, beta, rates, segment_ids)
-        return out, None
 
     def convolve(
         self,
@@ -120,14 +119,12 @@ def _recurred(
     beta_Bt: jax.Array | None,
     rates: jax.Array | None,
     ids_Bt: jax.Array | None,
-) -> jax.Array:
-    """Outputs of this device's two chunks, [B, t, M, V]."""
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs of this device's two chunks, [B, t, M, V], and the state after all, [B, M, H, V]."""
     if ids_Bt is None:
         ids_Bt = jnp.zeros(q_Bt.shape[:2], jnp.int32)
-    q, k, v, log_decay, beta, ids = map(
-        _as_batch, (q_Bt, k_Bt, v_Bt, log_decay_Bt, beta_Bt, ids_Bt)
-    )
-    assert ids is not None
+    q, k, v, log_decay, ids = map(_as_batch, (q_Bt, k_Bt, v_Bt, log_decay_Bt, ids_Bt))
+    beta = None if beta_Bt is None else _as_batch(beta_Bt)
     more: dict[str, Any] = {"beta": beta, "rates": rates, "segment_ids": ids}
     _, added = linear_attention(q, k, v, log_decay, **more)
     if beta is None:
@@ -143,15 +140,15 @@ def _recurred(
         )
         zeros = jnp.zeros((*v.shape[:3], width), v.dtype)
         _, kept = linear_attention(q, k, zeros, log_decay, state=whole, **more)
-    begins = _own(_states_before(*map(_in_sequence, (kept, added, ids[:, 0], ids[:, -1]))))
-    out, _ = linear_attention(q, k, v, log_decay, state=begins, **more)
-    return _as_sequence(out)
+    every = _states(*map(_in_sequence, (kept, added, ids[:, 0], ids[:, -1])))
+    out, _ = linear_attention(q, k, v, log_decay, state=_own(every[:-1]), **more)
+    return _as_sequence(out), every[-1]
 
 
-def _states_before(
+def _states(
     kept_JB: jax.Array, added_JB: jax.Array, first_JB: jax.Array, last_JB: jax.Array
 ) -> jax.Array:
-    """The state before each chunk, [J, B, M, H, V] in fp32: zeros where a document begins.
+    """The state before each chunk and after the last, [J + 1, B, M, H, V] in fp32.
 
     Args:
         kept_JB: what a chunk makes of the state before it: a matrix [H, H] of each head, or
@@ -169,12 +166,13 @@ def _states_before(
         is_matrix = kept.shape[-1] > 1
         old = jnp.matmul(kept, state, precision="highest") if is_matrix else kept * state
         state = old + added_JB[chunk]
-    return jnp.stack(before)
+    return jnp.stack([*before, state])
 
 
 def _convolved(x_Bt: jax.Array, weight: jax.Array, ids_Bt: jax.Array | None) -> jax.Array:
     """The convolution of this device's two chunks with the inputs before each, [B, t, N, H]."""
-    x, ids, num_before = _as_batch(x_Bt), _as_batch(ids_Bt), weight.shape[-1] - 1
+    x, num_before = _as_batch(x_Bt), weight.shape[-1] - 1
+    ids = None if ids_Bt is None else _as_batch(ids_Bt)
     tails = _before(x[:, x.shape[1] - num_before :])
     if ids is not None:
         goes_on = _before(ids[:, ids.shape[1] - num_before :]) == ids[:, :1]
@@ -188,9 +186,9 @@ def _before(x: jax.Array) -> jax.Array:
     return _own(jnp.concatenate([jnp.zeros_like(every[:1]), every[:-1]]))
 
 
-def _as_batch[X: (jax.Array, jax.Array | None)](x_Bt: X) -> X:
+def _as_batch(x_Bt: jax.Array) -> jax.Array:
     """A device's two chunks as two batches, [2B, c, ...]."""
-    return x_Bt if x_Bt is None else jnp.concatenate(jnp.split(x_Bt, 2, axis=1))
+    return jnp.concatenate(jnp.split(x_Bt, 2, axis=1))
 
 
 def _as_sequence(x: jax.Array) -> jax.Array:
