@@ -181,7 +181,7 @@ def _convolved(x_Bt: jax.Array, weight: jax.Array, ids_Bt: jax.Array | None) -> 
 
 
 def _before(x: jax.Array) -> jax.Array:
-    """Returns the arrays of the chunks before this device's two, [2B, ...]; zeros before the first."""
+    """Returns the arrays of the chunk before each of this device's two, [2B, ...]; or zeros."""
     every = _in_sequence(x)
     return _own(jnp.concatenate([jnp.zeros_like(every[:1]), every[:-1]]))
 
