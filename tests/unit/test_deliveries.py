@@ -6,6 +6,7 @@ import random
 import threading
 from unittest import mock
 
+import fastapi
 import prometheus_client
 import pytest
 
@@ -18,6 +19,7 @@ from jaxinfra.serving.engine.requests import (
 )
 from jaxinfra.serving.http.answers import CompletionForm
 from jaxinfra.serving.http.bodies import CompletionBody
+from jaxinfra.serving.http.guards import unless_gone
 from jaxinfra.serving.http.service import Deliveries, Histogram, Mailbox, Service
 
 _EACH = 2000
@@ -114,6 +116,38 @@ def test_a_whole_answers_steps_wake_its_task_seldom_and_none_is_lost():
     for together in (1, 4):
         (came,) = asyncio.run(batches(10, together))
         assert [p.tokens[0] for place, p in came if place == 1] == [*range(1, 11)]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_client_that_waits_costs_nothing_and_one_that_leaves_ends_its_answer(leaves):
+    async def waited() -> tuple[int, int, bool]:
+        num_looks, left, answer = 0, asyncio.Event(), asyncio.Event()
+        was_cancelled = False
+
+        async def receive() -> dict[str, str]:
+            nonlocal num_looks
+            num_looks += 1
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def answered() -> fastapi.Response:
+            nonlocal was_cancelled
+            try:
+                await answer.wait()
+            except asyncio.CancelledError:
+                was_cancelled = True
+                raise
+            return fastapi.Response(status_code=200)
+
+        request = fastapi.Request({"type": "http"}, receive)
+        waiting = asyncio.create_task(unless_gone(request, answered()))
+        await asyncio.sleep(0.3)
+        (left if leaves else answer).set()
+        status = (await waiting).status_code
+        await asyncio.sleep(0)
+        return num_looks, status, was_cancelled
+
+    assert asyncio.run(waited()) == (1, 499 if leaves else 200, leaves)
 
 
 def test_tokens_that_came_at_a_time_are_one_event_of_each_choice():
