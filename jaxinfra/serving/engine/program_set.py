@@ -1,7 +1,7 @@
 """The compiled programs of an engine: which there are, and how they come from a store or compiler.
 
 Programs can be made in the background, those that together serve every request first. Until the
-others are there, a step runs a larger program with padding.
+others are there, a step runs a larger program with padding, or one for a row at a time.
 """
 
 import concurrent.futures
@@ -42,12 +42,16 @@ class ProgramKey:
         return f"{self.name} {self.rows} x {self.length}{kind}"
 
     def covers(self, other: "ProgramKey") -> bool:
-        """Returns whether this program can run what ``other`` runs, with padding."""
+        """Returns whether this program can run what ``other`` runs, with padding.
+
+        A program for the prompt of one row also decodes, a row at a time.
+        """
+        decodes = self.name == "step" and self.rows == 1 and self.length > 1
         return (
             self.name == other.name
-            and self.rows >= other.rows
             and self.length >= other.length
-            and (self.length > 1) == (other.length > 1)
+            and (decodes or self.rows >= other.rows)
+            and (decodes or (self.length > 1) == (other.length > 1))
             and (other.is_fresh or not self.is_fresh)
             and (self.is_full or not other.is_full)
         )
@@ -78,11 +82,12 @@ def listed_programs(
         verify_length: tokens per row with drafts; None without speculative decoding.
     """
     # All settings cost passes over the logits, which beside a chunk's own work are nothing.
-    keys = [
+    *smaller, largest = [
         ProgramKey(name="step", rows=rows, is_full=is_full)
         for rows in limits.row_sizes
         for is_full in (False, True)
     ]
+    keys = [largest, *smaller]
     keys += [
         ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh, is_full=True)
         for rows, length in limits.chunk_shapes
@@ -265,9 +270,12 @@ class ProgramSet:
         with pool:
             loading = {key: pool.submit(self._loaded, key) for key in keys}
             coming: list[concurrent.futures.Future[None]] = []
-            for key in keys:
+            first = first_programs(keys) if self._devices[0].platform == "cpu" else ()
+            for place, key in enumerate(keys):
                 if self._is_closed or any(each.done() and each.exception() for each in coming):
                     break
+                if place == len(first):
+                    concurrent.futures.wait(coming)  # XLA compiles for a CPU with all its cores
                 if loading[key].result() is None:
                     # Tracing further ahead would slow down the programs that are needed first.
                     while sum(not each.done() for each in coming) >= most:

@@ -316,21 +316,21 @@ class ModelRunner:
         ):
             if rows:
                 assert length is not None
-                drawn.append((rows, self._call(rows, name, length, masks)))
+                drawn += self._call(rows, name, length, masks)
         return Dispatched(rows=drawn)
 
     def read(self, dispatched: Dispatched) -> list[RowSample]:
         """Waits for a dispatched step, and returns the tokens that it sampled."""
         self._mover.collect()
         result = []
-        for rows, (array, *told) in dispatched.rows:
-            scores = [jax.tree.map(np.asarray, each) for each in told]
-            result += samples_of_rows(rows, np.asarray(array), scores)
+        for rows, (array, *scores) in dispatched.rows:
+            result += samples_of_rows(rows, np.asarray(array), jax.tree.map(np.asarray, scores))
         return result
 
     def _call(
-        self, rows: Sequence[PlannedRow], name: str, length: int, masks: dict[int, np.ndarray]
-    ) -> Any:
+        self, rows: list[PlannedRow], name: str, length: int, masks: dict[int, np.ndarray]
+    ) -> list[tuple[list[PlannedRow], Any]]:
+        """Calls the program for rows of a step; returns the rows of each call and its results."""
         if name == "step" and length > 1 and rows[0].stream.request.scores_prompt:
             name = "score"
         is_chunk = name == "step" and length > 1
@@ -338,34 +338,35 @@ class ModelRunner:
         is_asked = not is_plain and any(
             row.stream.request.sampling.logprobs is not None for row in rows
         )
-        key = ProgramKey(
+        wanted = ProgramKey(
             name=name,
             rows=self._limits.rows(len(rows)),
             length=length,
             is_fresh=is_chunk and all(row.start == 0 for row in rows),
             is_full=is_chunk or (name != "score" and not is_plain),
         )
-        key = self.programs.ready(key)
-        length = key.length
+        key = self.programs.ready(wanted)
+        if len(rows) > key.rows:  # as yet only programs of one row are there
+            return [each for row in rows for each in self._call([row], name, length, masks)]
         inputs = self._writer.write(
             rows,
             size=key.rows,
-            length=length,
+            length=key.length,
             sampling=self._sampling_rows([row.stream.request.sampling for row in rows], key.rows),
             masks=masks,
             counted=() if is_plain else self._counted(rows),
         )
         arguments: list[Any] = [inputs]
         if name == "score":
-            targets_BT = np.zeros((key.rows, length), np.int32)
+            targets_BT = np.zeros((key.rows, key.length), np.int32)
             targets_BT[0, : len(rows[0].targets)] = rows[0].targets
             arguments.append(targets_BT)
         given = self.call(key, *arguments)
-        drawn, *told = given if isinstance(given, tuple) else (given,)
-        given = (drawn, *told) if is_asked else (drawn,)
+        given = given if isinstance(given, tuple) else (given,)
+        given = given if is_asked else given[:1]
         for each in jax.tree.leaves(given):
             each.copy_to_host_async()
-        return given
+        return [(rows, given)]
 
     def _counted(self, rows: Sequence[PlannedRow]) -> list[int]:
         """Rows whose tokens are new to their slots' histories, among the slots that have one."""
