@@ -145,6 +145,8 @@ class DecodeForm:
 
     # Projections of the same input are one weight: each device's columns of all of them together.
     packed: bool
+    # Whether that has a layer's projections onto a number per head, too: if no weight is quantized.
+    numbers: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection, unpacked
 from jaxinfra.model.recurrence import HEADS, GatedNorm, Inward, TokenOperands, recurred
+from jaxinfra.ops.multiply import Deferred
 
 _LENGTH_EPSILON = 1e-6  # added to a key's squared length before it is scaled to 1
 _LARGEST_RATE = 16.0  # initial decay rates are uniform between 1 and this
@@ -40,8 +41,6 @@ class GatedDelta(nnx.Module):
     + decay_bias) and beta = sigmoid; its output q^T S / sqrt(H) is normalized and gated.
     """
 
-    abilities = Abilities(quantizes=True)
-
     def __init__(
         self,
         config: GatedDeltaConfig,
@@ -58,18 +57,25 @@ class GatedDelta(nnx.Module):
         key_dim, value_dim, taps = config.key_dim, config.value_dim, config.conv_width
         rank, is_wide, form = config.rank, config.channel_decay, execution.decode_form
         is_packed = form is not None and form.packed and key_dim == value_dim
+        has_numbers = form is not None and form.numbers and rank is None and not is_wide
+        is_whole = execution.place.shards(axes.Q_HEADS) == 1
+        self.packs_numbers = is_packed and has_numbers and is_whole
         gates = values if rank is None else 0
-        self.packed = make.heads(2 * keys + values + gates, key_dim) if is_packed else None
+        numbers = -(-2 * values // key_dim) if self.packs_numbers else 0
+        heads = 2 * keys + values + gates + numbers
+        self.packed = make.heads(heads, key_dim) if is_packed else None
         if self.packed is None:
             self.query, self.key = make.heads(keys, key_dim), make.heads(keys, key_dim)
             self.value = make.heads(values, value_dim)
-        self.beta = make.numbers(values)
+        self.beta = None if self.packs_numbers else make.numbers(values)
         self.query_conv = make.convolution(keys, key_dim, taps)
         self.key_conv = make.convolution(keys, key_dim, taps)
         self.value_conv = make.convolution(values, value_dim, taps)
         self.decay_down = None if rank is None else make.down(rank)
         self.gate_down = None if rank is None else make.down(rank)
-        if rank is None:
+        if self.packs_numbers:
+            self.decay = self.gate = None
+        elif rank is None:
             self.decay = make.heads(values, key_dim) if is_wide else make.numbers(values)
             self.gate = None if is_packed else make.heads(values, value_dim)
         else:
@@ -97,14 +103,20 @@ class GatedDelta(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
+    @property
+    def abilities(self) -> Abilities:
+        """Steps of a block that this layer does itself: norm and residual sum, if all is packed."""
+        fuses = self.packs_numbers and self.execution.multiply.few_rows
+        return Abilities(fuses=fuses, quantizes=True)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
         """Computes outputs [B, T, D] in the compute dtype, from the cached state if there is one.
 
         Documents of packed rows start from a state of zeros.
         """
         accum = self.execution.policy.to_accum
         inputs = self._projected(x_BTD)
-        gate_BTMH = inputs.pop("gate")
+        gate_BTMH, beta_BTM, decay = (inputs.pop(name) for name in ("gate", "beta", "decay"))
         inputs = {name: self.execution.place(x, HEADS) for name, x in inputs.items()}
         q_BTNH = self.query_conv(inputs["query"], given, name="query")
         k_BTNH = self.key_conv(inputs["key"], given, name="key")
@@ -112,30 +124,49 @@ class GatedDelta(nnx.Module):
             q=self._directed(q_BTNH, self.config.key_dim**-0.5),
             k=self._directed(k_BTNH, 1.0),
             v=self.value_conv(inputs["value"], given, name="value"),
-            log_decay=self._log_decay(x_BTD),
-            beta=jax.nn.sigmoid(accum(self.beta(x_BTD))),
+            log_decay=self._log_decay(decay),
+            beta=jax.nn.sigmoid(accum(beta_BTM)),
         )
         with jax.named_scope("core"):
             out_BTMH, cache = recurred(operands, inputs, given, execution=self.execution)
         is_silu = self.config.gate is OutputGate.SILU
         gate_BTMH = (jax.nn.silu if is_silu else jax.nn.sigmoid)(accum(gate_BTMH))
-        return LayerOutput(x=self.out(self.norm(out_BTMH, gate_BTMH)), cache=cache)
+        out_BTD = self.out(self.norm(out_BTMH, gate_BTMH), residual=given.residual_BTD)
+        return LayerOutput(x=out_BTD, cache=cache)
 
-    def _projected(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
-        """Queries, keys, values, and what the gate is computed from."""
-        found = {}
-        if self.gate_down is not None:
-            assert self.gate is not None, "of a rank"
-            found["gate"] = self.gate(self.gate_down(x_BTD))
-        names = [each for each in ("query", "key", "value", "gate") if each not in found]
-        if self.packed is not None:
-            keys, values = self.config.num_key_heads, self.config.num_value_heads
-            shards = self.execution.place.shards(axes.Q_HEADS)
-            ends = (keys // shards, 2 * keys // shards, (2 * keys + values) // shards)
-            parts = unpacked(self.packed(x_BTD), ends[: len(names) - 1], shards, axis=2)
-            return found | dict(zip(names, parts, strict=True))
-        prepared = self.query.prepared(x_BTD)
-        return found | {name: getattr(self, name)(prepared) for name in names}
+    def _projected(self, x_BTD: jax.Array | Deferred) -> dict[str, jax.Array]:
+        """Queries, keys, values, and what gate, beta and decay are computed from."""
+        names, found = ["query", "key", "value", "gate"], {}
+        if not self.packs_numbers:
+            assert not isinstance(x_BTD, Deferred), "abilities"
+            found = self._apart(x_BTD)
+            names = [each for each in names if each not in found]
+        if self.packed is None:
+            assert not isinstance(x_BTD, Deferred), "abilities"
+            prepared = self.query.prepared(x_BTD)
+            return found | {name: getattr(self, name)(prepared) for name in names}
+        keys, values = self.config.num_key_heads, self.config.num_value_heads
+        shards = self.execution.place.shards(axes.Q_HEADS)
+        ends = [n // shards for n in (keys, 2 * keys, 2 * keys + values, 2 * (keys + values))]
+        num_ends = len(names) - (not self.packs_numbers)
+        *parts, last = unpacked(self.packed(x_BTD), ends[:num_ends], shards, axis=2)
+        if not self.packs_numbers:
+            return found | dict(zip(names, [*parts, last], strict=True))
+        numbers = last.reshape(*last.shape[:2], -1)
+        found |= {"beta": numbers[..., :values], "decay": numbers[..., values : 2 * values]}
+        return found | dict(zip(names, parts, strict=True))
+
+    def _apart(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
+        """Beta, decay and, if it has a rank, the gate: of products that are never packed."""
+        assert self.beta is not None
+        assert self.decay is not None, "numbers are apart"
+        found = {"beta": self.beta(x_BTD)}
+        if self.gate_down is None or self.decay_down is None:
+            return found | {"decay": self.decay(x_BTD)}
+        assert self.gate is not None, "of a rank"
+        decay = self.decay(self.decay_down(x_BTD))
+        found["decay"] = decay if self.config.channel_decay else decay[..., 0]
+        return found | {"gate": self.gate(self.gate_down(x_BTD))}
 
     def _directed(self, x_BTNH: jax.Array, length: float) -> jax.Array:
         """Vectors of this length in the directions of x."""
@@ -144,13 +175,10 @@ class GatedDelta(nnx.Module):
         squares = jnp.sum(x_BTNH**2, axis=-1, keepdims=True)
         return policy.to_compute(length * x_BTNH * jax.lax.rsqrt(squares + _LENGTH_EPSILON))
 
-    def _log_decay(self, x_BTD: jax.Array) -> jax.Array:
+    def _log_decay(self, raw: jax.Array) -> jax.Array:
         """Logarithms of decays, [B, T, M] or [B, T, M, H], in the accum dtype."""
-        accum, is_wide = self.execution.policy.to_accum, self.config.channel_decay
-        source = x_BTD if self.decay_down is None else self.decay_down(x_BTD)
-        raw = accum(self.decay(source))
-        if self.decay_down is not None and not is_wide:
-            raw = raw[..., 0]
-        step = jax.nn.softplus(raw + jnp.expand_dims(accum(self.decay_bias[...]), (0, 1)))
+        accum = self.execution.policy.to_accum
+        bias = jnp.expand_dims(accum(self.decay_bias[...]), (0, 1))
         rate = jnp.expand_dims(jnp.exp(accum(self.decay_log[...])), (0, 1))
-        return -(rate[..., None] if is_wide else rate) * step
+        rate = rate[..., None] if self.config.channel_decay else rate
+        return -rate * jax.nn.softplus(accum(raw) + bias)

@@ -58,7 +58,8 @@ class GroupedAttention(nnx.Module):
 
         form = execution.decode_form
         is_packed = form is not None and form.packed and not config.values_are_keys
-        self.packed = inward(heads + 2 * kv_heads, axes.Q_HEADS) if is_packed else None
+        gates = heads if config.out_gate else 0
+        self.packed = inward(heads + 2 * kv_heads + gates, axes.Q_HEADS) if is_packed else None
         if self.packed is None:
             self.query = inward(heads, axes.Q_HEADS)
             self.key = inward(kv_heads, axes.KV_HEADS)
@@ -87,13 +88,13 @@ class GroupedAttention(nnx.Module):
             if config.value_norm is None
             else Norm(config.value_norm, shape=(width,), dims=(axes.HEAD,), execution=execution)
         )
-        self.out_gate = inward(heads, axes.Q_HEADS) if config.out_gate else None
+        is_gate_apart = config.out_gate and self.packed is None
+        self.out_gate = inward(heads, axes.Q_HEADS) if is_gate_apart else None
 
     @property
     def abilities(self) -> Abilities:
         """Steps of a block that this layer does itself: norm and residual sum, if packed."""
-        is_alone = self.packed is not None and self.out_gate is None
-        fuses = is_alone and self.execution.multiply.few_rows
+        fuses = self.packed is not None and self.execution.multiply.few_rows
         return Abilities(fuses=fuses, quantizes=True)
 
     def __call__(
@@ -108,7 +109,7 @@ class GroupedAttention(nnx.Module):
         place = self.execution.place
         cache = given.cache
         assert not isinstance(cache, StateCache | JointCache), "CacheSpec"
-        heads_BTNH = None if self.packed is None else self.packed(x_BTD)
+        heads_BTNH, gate_BTNH = self._inward(x_BTD)
         if heads_BTNH is not None and cache is not None and given.segment_ids_BT is None:
             appended = self._appended(heads_BTNH, given, cache)
             if appended is not None:
@@ -140,11 +141,23 @@ class GroupedAttention(nnx.Module):
                 )
             else:
                 out_BTNH = self._decoded(q_BTNH, given, cache)
-        if self.out_gate is not None:
-            assert not isinstance(x_BTD, Deferred), "abilities"
-            gate_BTNH = self.execution.policy.to_accum(self.out_gate(x_BTD))
-            out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH).astype(out_BTNH.dtype)
+        if gate_BTNH is not None:
+            gate_BTNH = jax.nn.sigmoid(self.execution.policy.to_accum(gate_BTNH))
+            out_BTNH = out_BTNH * gate_BTNH.astype(out_BTNH.dtype)
         return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
+
+    def _inward(self, x_BTD: jax.Array | Deferred) -> tuple[jax.Array | None, jax.Array | None]:
+        """The packed queries, keys and values, and the gate; None for what is apart or absent."""
+        if self.packed is None:
+            assert not isinstance(x_BTD, Deferred), "abilities"
+            return None, None if self.out_gate is None else self.out_gate(x_BTD)
+        heads_BTNH = self.packed(x_BTD)
+        if not self.config.out_gate:
+            return heads_BTNH, None
+        shards = self.execution.place.shards(axes.Q_HEADS)
+        first_gate = (self.config.num_q_heads + 2 * self.config.num_kv_heads) // shards
+        heads_BTNH, gate_BTNH = unpacked(heads_BTNH, (first_gate,), shards, axis=2)
+        return heads_BTNH, gate_BTNH
 
     def _appended(
         self, heads_BTNH: jax.Array, given: Pass, cache: TokenCache

@@ -1,5 +1,7 @@
 """Projection: the linear map that all layers use."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -195,7 +197,7 @@ class Projection(nnx.Module):
 
 
 def unpacked(
-    x: Float[Array, "..."], ends: tuple[int, ...], shards: int, *, axis: int
+    x: Float[Array, "..."], ends: Sequence[int], shards: int, *, axis: int
 ) -> list[Float[Array, "..."]]:
     """Splits the result of a packed projection into those of its parts.
 

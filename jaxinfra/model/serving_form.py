@@ -3,10 +3,10 @@
 Training scans over layers with stacked parameters, so that only one layer is compiled. In a decode
 step, which is bound by memory, such a loop doubles the time. The host launches each iteration, and
 each weight is copied out of its stack before a library multiplies with it. Here the step is one
-unrolled program. Queries, keys and values are one matmul (with a gated delta layer's gate, if their
-widths are equal), and so are gate and up. Parameters and
-caches stay stacked: kernels read their slice in place, and the host passes 14 arrays per step of a
-1B model instead of 134.
+unrolled program. Queries, keys and values are one matmul, with the gate of outputs and the numbers
+of a gated delta layer's heads if all are as wide. So are gate and up. Parameters and caches stay
+stacked: kernels read their slice in place, and the host passes 14 arrays per step of a 1B model
+instead of 134.
 """
 
 import functools
@@ -43,13 +43,15 @@ COMPILER_OPTIONS = {
 """XLA options that programs of this form are compiled with; only GPUs read them."""
 
 _PACKED = {
-    "attention": (("query", "key", "value", "gate"), -2, axes.Q_HEADS),
+    "attention": (("query", "key", "value", "gate", "out_gate"), -2, axes.Q_HEADS),
     "mlp": (("gate", "up"), -1, axes.MLP),
 }
 """Layers' projections that ``packed`` concatenates, of those that the layer has and does not keep
 apart, and the weights' dim of concatenation: counted from the end as in biases, and its logical
 name. Each device's columns of all of them are together.
 """
+_NUMBERS = ("beta", "decay")
+"""Projections onto a number per head, whose columns come behind those of attention's heads."""
 
 
 def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefinition:
@@ -94,9 +96,13 @@ def serving_parameters(
             names, dim, sharded = _PACKED[parents[-1]]
             paths = ["/".join([*parents, each, last]) for each in names]
             parts = [sources[each] for each in paths if each in sources and each not in kept_apart]
-            weight = _packed(
-                parts, dim=dim, shards=place.shards(sharded), place=place, dims=dims[path].dims
-            )
+            shards = place.shards(sharded)
+            weight = _packed(parts, dim=dim, shards=shards, place=place, dims=dims[path].dims)
+            numbers = ["/".join([*parents, each, last]) for each in _NUMBERS]
+            numbers = [each for each in numbers if each in sources and each not in kept_apart]
+            if parents[-1] == "attention" and numbers:
+                weight = _with_numbers(weight, [sources[each] for each in numbers])
+                parts += [sources[each] for each in numbers]
         else:
             parts = [sources[path]]
             weight = parts[0]
@@ -151,6 +157,21 @@ def can_pack(parameters: Parameters, config: ModelConfig, place: Place) -> bool:
             if not are_alike([weights[each] for each in beside if each in weights]):
                 return False
     return True
+
+
+def are_arrays(parameters: Parameters) -> bool:
+    """Tells whether no weight is quantized."""
+    weights = jax.tree.leaves(parameters, is_leaf=is_weight)
+    return not any(isinstance(weight, QuantizedWeight) for weight in weights)
+
+
+@jax.jit
+def _with_numbers(weight: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    """Adds weights [..., D, M] to one of heads [..., D, N, H], as as many heads as they fill."""
+    both, width = jnp.concatenate(parts, axis=-1).astype(weight.dtype), weight.shape[-1]
+    ends = [(0, 0)] * (both.ndim - 1) + [(0, -both.shape[-1] % width)]
+    heads = jnp.pad(both, ends).reshape(*both.shape[:-1], -1, width)
+    return jnp.concatenate([weight, heads], axis=-2)
 
 
 @functools.partial(jax.jit, static_argnames=("dim", "shards", "place", "dims"))

@@ -29,7 +29,12 @@ from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.quantized_base import base_shapes
-from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
+from jaxinfra.model.serving_form import (
+    are_arrays,
+    can_pack,
+    serving_form,
+    serving_parameters,
+)
 from jaxinfra.numerics.policy import POLICIES, as_kept, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import SERVING_AXES, make_mesh, serving_rules
@@ -201,7 +206,7 @@ class LoadedModel:
             self.placement,
             policy=policy,
             cache_format=definition.execution.cache_format,
-            decode_form=DecodeForm(packed=fits),
+            decode_form=DecodeForm(packed=fits, numbers=are_arrays(self.parameters)),
         )
         return serving_form(definition, execution)
 

@@ -138,16 +138,21 @@ def test_documents_of_a_row_do_not_see_each_other(name):
 
 @pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels"])
 def test_the_serving_form_packs_projections_of_one_input(name):
-    """The packed weight has the gate's columns too where the gate is one projection of the input,
-    as in the first of these layers, and not where it is a product of two.
+    """The packed weight has the gate's columns, and a head of beta's and decay's, where these are
+    projections of the input, as in the first of these layers, not where they are products of two.
     """
     definition = define_model(config(name, value_dim=8), execution_on())
     parameters, tokens = drawn(definition), ids(1, 9)
     form = serving_form(definition, execution_on(decode_form=DecodeForm(packed=True)))
     packed = serving_parameters(form, parameters)
     shape = by_path(packed)["blocks/0/attention/packed/weight"].shape
-    assert shape[-2:] == (12, 8)
+    assert shape[-2:] == (13 if name == "gated_delta" else 12, 8)
     close(jax.jit(form.bind(packed))(tokens), jax.jit(definition.bind(parameters))(tokens))
+    # Beside quantized weights, numbers per head are apart.
+    apart = serving_form(
+        definition, execution_on(decode_form=DecodeForm(packed=True, numbers=False))
+    )
+    assert by_path(apart.arrays)["blocks/0/attention/packed/weight"].shape[-2:] == (12, 8)
 
 
 def made_tentative(cache):

@@ -23,6 +23,7 @@ from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import (
+    are_arrays,
     can_pack,
     serving_form,
     serving_parameters,
@@ -73,7 +74,8 @@ class ServingCase:
             return form
         weights = form.shapes if self.weights is None else self.weights
         packed = can_pack(weights, self.model, execution.place)
-        how = execution_on(placement, **kept, decode_form=DecodeForm(packed=packed))
+        decode = DecodeForm(packed=packed, numbers=are_arrays(weights))
+        how = execution_on(placement, **kept, decode_form=decode)
         return serving_form(form, how)
 
     def runner(self) -> ModelRunner:
