@@ -7,7 +7,7 @@ L repetitions of the block pattern (the scanned dim).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
-from jaxinfra.axes import LAYERS
 from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
 from jaxinfra.errors import ConfigError
@@ -40,28 +39,12 @@ from jaxinfra.model.repetition import (
     in_eight_bits,
     repetition_of,
     run_unrolled,
+    stacked_layers,
 )
 from jaxinfra.model.rope import RopeTable, rope_table
 from jaxinfra.model.whole_step import whole_step
 from jaxinfra.numerics.policy import unquantized
 from jaxinfra.numerics.recipe import Site
-
-
-def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], *, num_layers: int, rngs: nnx.Rngs) -> M:
-    """Builds ``num_layers`` modules from independent keys and stacks their parameters.
-
-    The result is not callable as one layer: split it and scan over the leading dim.
-    """
-
-    def split(key: jax.Array) -> tuple[nnx.GraphDef[M], nnx.State]:
-        return nnx.split(make(nnx.Rngs(params=key)))
-
-    graphdef, stacked = jax.vmap(split)(jax.random.split(rngs.params(), num_layers))
-    module = nnx.merge(graphdef, stacked)
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Variable) and "axes" in node.get_metadata():
-            node.set_metadata(axes=(LAYERS, *node.axes))
-    return module
 
 
 class Decoder(nnx.Module):
@@ -132,7 +115,7 @@ class Decoder(nnx.Module):
         sizes = {"model_dim": config.model_dim, "std": config.init_std, "out_std": out_std}
         rate = config.dropout_rate
         build = functools.partial(Block, block, **sizes, dropout_rate=rate, execution=how)
-        return stack(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
+        return stacked_layers(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
 
     def __call__(
         self,
@@ -391,6 +374,34 @@ class Decoder(nnx.Module):
             hidden_BTD = self.execution.policy.scaled(hidden_BTD, self.config.logit_scale)
         return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
 
+    def predict(
+        self,
+        hidden_BTD: Float[Array, "B T D"],
+        next_ids: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+        contexts: Int[Array, "B"] | None = None,
+    ) -> LayerOutput:
+        """Computes hidden states whose logits predict the token after each of ``next_ids``, by
+        multi-token prediction.
+
+        Args:
+            hidden_BTD: x of ``run``, or of this method at the position before.
+            next_ids: the token after each position.
+            positions, segment_ids, contexts: of ``hidden_BTD``, as in ``run``.
+            cache: of the module's one layer.
+        """
+        assert self.mtp is not None, "ModelConfig.mtp"
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(next_ids.shape[1])[None], next_ids.shape)
+        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
+        with jax.named_scope("mtp"):
+            embedded_BTD = self.embed(next_ids, positions, None)
+            out = self.mtp(hidden_BTD, embedded_BTD, given, cache=cache, contexts_B=contexts)
+        return dataclasses.replace(out, x=self.scaled(out.x))
+
     def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         """Embeds tokens as the first block's input [B, T, D]; applies dropout if there is a key."""
         with jax.named_scope("embedding"):
@@ -404,13 +415,9 @@ class Decoder(nnx.Module):
                 x_BTD = policy.added(x_BTD, self.positions(positions_BT))
             if self.embedding_norm is not None:
                 x_BTD = self.embedding_norm(x_BTD)
-            x_BTD = dropout(
-                x_BTD,
-                rate=self.config.dropout_rate,
-                key=key,
-                place=self.execution.place,
-            )
-            return self.execution.place(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
+            place, rate = self.execution.place, self.config.dropout_rate
+            x_BTD = dropout(x_BTD, rate=rate, key=key, place=place)
+            return place(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
 
     def rope_tables(
         self, positions_BT: jax.Array, contexts_B: jax.Array | None = None

@@ -10,7 +10,7 @@ import dataclasses
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
 from jaxinfra.config.model import ModelConfig
@@ -20,6 +20,7 @@ from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import LayerOutput, Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.repetition import KVCache, graphdefs_of, run_unrolled
+from jaxinfra.model.rope import RopeTable, rope_table
 from jaxinfra.model.whole_step import whole_step
 from jaxinfra.numerics.policy import unquantized
 
@@ -71,15 +72,20 @@ class MultiTokenPrediction(nnx.Module):
         hidden_BTD: Float[Array, "B T D"],
         embedded_BTD: Float[Array, "B T D"],
         given: Pass,
+        *,
         cache: KVCache | None = None,
+        contexts_B: Int[Array, "B"] | None = None,
     ) -> LayerOutput:
         """Computes the module's hidden states after its own norm, its cache and its block's sums.
 
         Args:
             hidden_BTD: output of the model's final norm, or of this module at one position less.
             embedded_BTD: embedding of the token after each position.
-            given: positions and RoPE table of the hidden states.
+            given: positions and documents of the hidden states.
+            cache: cache of the module's one layer.
+            contexts_B: as in ``Decoder.run``.
         """
+        given = dataclasses.replace(given, rope=self._rope(given.positions_BT, contexts_B))
         place, policy = self.execution.place, self.execution.policy
         x_BTD = policy.added(
             self.hidden_projection(self.hidden_norm(hidden_BTD)),
@@ -88,6 +94,18 @@ class MultiTokenPrediction(nnx.Module):
         x_BTD = place(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
         out = self._block(x_BTD, given, cache)
         return dataclasses.replace(out, x=self.final_norm(out.x))
+
+    def _rope(self, positions_BT: jax.Array, contexts_B: jax.Array | None) -> RopeTable | None:
+        mixer = self.part.blocks[0].mixer
+        if mixer.rope is None:
+            return None
+        return rope_table(
+            mixer.rope,
+            head_dim=mixer.rotated_dim,
+            positions_BT=positions_BT,
+            contexts_B=contexts_B,
+            is_exact=self.execution.policy.is_exact,
+        )
 
     def _block(self, x_BTD: jax.Array, given: Pass, cache: KVCache | None) -> LayerOutput:
         if cache is None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxinfra.axes import LAYERS
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
@@ -29,6 +30,25 @@ type KVCache = tuple[Cache, ...]
 type InEightBits = tuple[bool, ...]
 """Flags of a repetition: whether each block of the pattern computes in 8 bits by its sites'
 recipes."""
+
+
+def stacked_layers[M: nnx.Module](
+    make: Callable[[nnx.Rngs], M], *, num_layers: int, rngs: nnx.Rngs
+) -> M:
+    """Builds ``num_layers`` modules from independent keys and stacks their parameters.
+
+    The result is not callable as one layer: split it and scan over the leading dim.
+    """
+
+    def split(key: jax.Array) -> tuple[nnx.GraphDef[M], nnx.State]:
+        return nnx.split(make(nnx.Rngs(params=key)))
+
+    graphdef, stacked = jax.vmap(split)(jax.random.split(rngs.params(), num_layers))
+    module = nnx.merge(graphdef, stacked)
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable) and "axes" in node.get_metadata():
+            node.set_metadata(axes=(LAYERS, *node.axes))
+    return module
 
 
 def in_eight_bits(config: ModelConfig, policy: Policy, places: slice) -> list[InEightBits]:

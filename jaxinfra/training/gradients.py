@@ -23,7 +23,6 @@ from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.model.gradients import Gradients, added, nothing_added
 from jaxinfra.model.passes import Sums, joined
-from jaxinfra.model.prediction import predict
 from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
@@ -156,13 +155,8 @@ def _prediction_sums(
     segments_BT, weights_BT = batch.segment_ids, _ahead(batch.weights)
     if segments_BT is not None:
         weights_BT = jnp.where(segments_BT == _ahead(segments_BT), weights_BT, 0.0)
-    out = predict(
-        decoder,
-        hidden_BTD,
-        _ahead(batch.tokens),
-        positions=batch.positions,
-        segment_ids=segments_BT,
-    )
+    given = {"positions": batch.positions, "segment_ids": segments_BT}
+    out = decoder.predict(hidden_BTD, _ahead(batch.tokens), **given)
     ahead = dataclasses.replace(batch, targets=_ahead(batch.targets), weights=weights_BT)
     weighed = decoder.config.mtp_weight * of_hidden(out.x, ahead).total
     return joined(out.sums, Sums(losses={"mtp": weighed[None]}))

@@ -10,12 +10,12 @@ from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind, NormKind
 from jaxinfra.config.model import MlpConfig, NormConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.model.decoder import stack
 from jaxinfra.model.dropout import dropout
 from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Pass
+from jaxinfra.model.repetition import stacked_layers
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from tests.sharded import oracle
@@ -175,7 +175,7 @@ def test_stacked_layers_are_drawn_independently():
     def make(rngs):
         return Mlp(config, model_dim=50, std=0.5, out_std=0.25, execution=execution_on(), rngs=rngs)
 
-    stacked = stack(make, num_layers=3, rngs=nnx.Rngs(params=0))
+    stacked = stacked_layers(make, num_layers=3, rngs=nnx.Rngs(params=0))
     up, down = stacked.up.weight, stacked.down.weight
     assert up.axes == (axes.LAYERS, axes.EMBED, axes.MLP)
     for weight, std in ((np.asarray(up[...]), 0.5), (np.asarray(down[...]), 0.25)):

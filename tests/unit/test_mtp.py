@@ -15,7 +15,6 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import training_flops_per_token
-from jaxinfra.model.prediction import predict
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -60,7 +59,7 @@ def accepted(tokens, first, last):
         rows, found = jnp.arange(length), []
         for offset in range(NUM_DRAFTS):
             at = jnp.minimum(rows - 1 + offset, length - 1)
-            y_RTD = predict(model, x_RTD, next_RT).x
+            y_RTD = model.predict(x_RTD, next_RT).x
             found.append(jnp.argmax(model.logits(y_RTD)[rows, at, :NUM_IDS], axis=-1))
             behind = jnp.minimum(at + 1, length - 1)
             x_RTD = x_RTD.at[rows, behind].set(y_RTD[rows, at])
@@ -95,7 +94,7 @@ def test_the_loss_is_of_the_token_after_next_in_the_same_document():
     @jax.jit
     def both():
         hidden = model.hidden(tokens, **kept)
-        out = predict(model, hidden, jnp.roll(tokens, -1, axis=1), **kept)
+        out = model.predict(hidden, jnp.roll(tokens, -1, axis=1), **kept)
         sums = batch_loss(definition(), parameters(), batch, z_loss=0.0)
         return sums, jax.nn.log_softmax(model.logits(out.x)[0])
 

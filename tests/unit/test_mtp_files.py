@@ -18,7 +18,6 @@ from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory, write_hf
 from jaxinfra.hf import from_hf_config, weight_map
 from jaxinfra.model.definition import by_path, define_model
-from jaxinfra.model.prediction import predict
 from jaxinfra.parallel.execution import execution_on
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -168,7 +167,7 @@ def test_a_published_module_computes_its_equations(name, tmp_path):
     rng = np.random.default_rng(1)
     ids = rng.integers(0, values["vocab_size"], LENGTH + 1)
     hidden = decoder.hidden(jnp.asarray(ids[None, :-1]))
-    got = decoder.logits(predict(decoder, hidden, jnp.asarray(ids[None, 1:])).x)[0]
+    got = decoder.logits(decoder.predict(hidden, jnp.asarray(ids[None, 1:])).x)[0]
 
     kept = {"epsilon": values["rms_norm_eps"], "offset": names.get("offset", 0.0)}
     embedded = normed(

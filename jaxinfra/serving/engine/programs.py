@@ -20,7 +20,6 @@ from jaxinfra.model.cache import Cache, JointCache, PagedCache, StateCache, plac
 from jaxinfra.model.decoder import Decoder, KVCache
 from jaxinfra.model.empty_cache import empty_state
 from jaxinfra.model.execution import Execution
-from jaxinfra.model.prediction import predict
 from jaxinfra.model.recurrence import settled
 from jaxinfra.ops.exact_rows import ordered_logsumexp
 from jaxinfra.serving.engine.inputs import RowInputs
@@ -558,8 +557,9 @@ def _ahead(
     """Computes hidden states of multi-token prediction, and its pages with these positions."""
     part = model.config.mtp_part, model.execution
     cache = _cache(part, pools, rows, is_fresh=is_fresh)
-    contexts_B = rows.field("context")
-    out = predict(model, x_BTD, next_BT, positions=positions_BT, cache=cache, contexts=contexts_B)
+    out = model.predict(
+        x_BTD, next_BT, positions=positions_BT, cache=cache, contexts=rows.field("context")
+    )
     return out.x, _stored(part, out.cache)[0]
 
 
