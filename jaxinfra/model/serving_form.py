@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxinfra import axes
 from jaxinfra.axes import Dims
+from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import GroupedAttentionConfig, ModelConfig
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import (
@@ -76,7 +77,8 @@ def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefi
 def serving_parameters(
     form: ModelDefinition, parameters: Parameters, *, consumes: bool = False
 ) -> Parameters:
-    """Converts a model's parameters and state for the serving form's ``bind``: packs projections.
+    """Converts a model's parameters and state for the serving form's ``bind``: packs projections,
+    and casts weights as ``with_read_weights`` does.
 
     On one device, quantized weights are also reordered for its kernel.
 
@@ -90,6 +92,7 @@ def serving_parameters(
     place = form.execution.place
     result: dict[tuple[str, ...], jax.Array | QuantizedWeight] = {}
     kept_apart = by_path(form.arrays)
+    compute, is_read = form.execution.policy.compute, _read_in_compute_dtype(form)
     for path in kept_apart:
         *parents, name, last = path.split("/")
         if name == "packed":
@@ -106,6 +109,8 @@ def serving_parameters(
         else:
             parts = [sources[path]]
             weight = parts[0]
+        if path in is_read:
+            weight = _read(weight, compute)
         if isinstance(weight, QuantizedWeight) and form.execution.multiply.few_rows:
             weight = as_kernels_read(weight)
         result[*parents, name, last] = weight
@@ -117,23 +122,34 @@ def serving_parameters(
     return nest(result)
 
 
-def with_read_projections(definition: ModelDefinition, parameters: Parameters) -> Parameters:
-    """Casts projections to the compute dtype in which layers read them; results are equal.
+def with_read_weights(definition: ModelDefinition, parameters: Parameters) -> Parameters:
+    """Casts weights to the compute dtype in which layers read them; results are equal.
 
-    Weights that training stores in fp32 are then half as many bytes to read in a decode step.
+    Weights that training stores in fp32 are then half as many bytes to hold and to read.
 
     Args:
-        parameters: those of ``definition``, not quantized; others are returned as they are.
+        parameters: those of ``definition``; quantized ones are returned as they are.
     """
-    compute = definition.execution.policy.compute
-    projections = {row.path for row in definition.table() if row.contracted}
+    compute, is_read = definition.execution.policy.compute, _read_in_compute_dtype(definition)
 
     def read(path: Any, leaf: jax.Array | QuantizedWeight) -> jax.Array | QuantizedWeight:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        is_read = name in projections and isinstance(leaf, jax.Array)
-        return leaf.astype(compute) if is_read else leaf
+        return _read(leaf, compute) if name in is_read else leaf
 
     return jax.tree_util.tree_map_with_path(read, parameters, is_leaf=is_weight)
+
+
+def _read_in_compute_dtype(definition: ModelDefinition) -> set[str]:
+    """Paths of projections, experts and tables; a router and a reward model's head read more."""
+    names = ("table", "gate", "up", "down") if definition.config.head is Head.LOGITS else ()
+    rows = [row for row in definition.table() if row.is_parameter]
+    return {row.path for row in rows if row.contracted or row.path.split("/")[-1] in names}
+
+
+def _read(weight: jax.Array | QuantizedWeight, dtype: jnp.dtype) -> jax.Array | QuantizedWeight:
+    if isinstance(weight, QuantizedWeight) or weight.dtype == dtype:
+        return weight
+    return weight.astype(dtype)
 
 
 def can_pack(parameters: Parameters, config: ModelConfig, place: Place) -> bool:

@@ -12,7 +12,7 @@ from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.quantized_base import base_shapes
-from jaxinfra.model.serving_form import with_read_projections
+from jaxinfra.model.serving_form import with_read_weights
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.serving.load import serving_placement
@@ -63,7 +63,7 @@ class Handover:
             shapes = base_shapes(base, config.lora.base)
             definition = definition.freeze(shapes)
             self._frozen_wanted = _placed(shapes, base_shardings(placement, base, shapes))
-        self._read = jax.jit(functools.partial(with_read_projections, definition))
+        self._read = jax.jit(functools.partial(with_read_weights, definition))
         places = merged(placement.parameters(definition), placement.model_state(definition))
         self._wanted = _placed(jax.eval_shape(self._read, definition.arrays), places)
         self._frozen: Parameters | None = None  # on the engine's own devices

@@ -10,12 +10,19 @@ import pytest
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import MlpConfig, Stack
+from jaxinfra.config.model import ExpertsConfig, MlpConfig, Stack
+from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.model.execution import DecodeForm
-from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
+from jaxinfra.model.serving_form import (
+    can_pack,
+    serving_form,
+    serving_parameters,
+    with_read_weights,
+)
+from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.load import LoadedModel, serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
@@ -66,6 +73,26 @@ def test_what_was_packed_is_freed(forms):
         np.testing.assert_array_equal(got[path], value)
     for path, value in by_path(given).items():
         assert value.is_deleted() == (path not in want), path
+
+
+def test_weights_in_fp32_are_rounded_once():
+    """As each product rounds them: a run that trained in bf16 serves with the bits of training."""
+    dense = _PATTERN.blocks[1]
+    routed = dataclasses.replace(
+        dense, feed_forward=ExpertsConfig(hidden_dim=8, num_experts=4, top_k=2)
+    )
+    config = dataclasses.replace(_PATTERN, stacks=(Stack(pattern=(dense, routed), repeats=1),))
+    policy = POLICIES[PolicyName.BF16]
+    definition = define_model(config, execution_on(policy=policy))
+    parameters = drawn(definition)
+    read = with_read_weights(definition, parameters)
+    kept = {path.split("/")[-2] for path, x in by_path(read).items() if x.dtype == jnp.float32}
+    assert {name for name in kept if not name.endswith("norm")} == {"router"}
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, 8)).astype(np.int32)
+    np.testing.assert_array_equal(*(definition.bind(each)(ids) for each in (parameters, read)))
+    execution = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
+    packed = by_path(serving_parameters(serving_form(definition, execution), parameters))
+    assert packed["blocks/0/attention/packed/weight"].dtype == jnp.bfloat16
 
 
 def test_logits_are_within_rounding(forms):

@@ -120,7 +120,7 @@ def sampling_case(config: RunConfig) -> ServingCase:
         is_unrolled=jax.default_backend() == "gpu" and config.lora is None,
         lora=config.lora,
         weights=weights,
-        reads_projections=True,
+        reads_weights=True,
     )
 
 

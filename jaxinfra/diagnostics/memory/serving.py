@@ -27,7 +27,7 @@ from jaxinfra.model.serving_form import (
     can_pack,
     serving_form,
     serving_parameters,
-    with_read_projections,
+    with_read_weights,
 )
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.quantized import QuantizedWeight
@@ -55,7 +55,7 @@ class ServingCase:
     # policy's dtype.
     weights: Parameters | None = None
     lora: LoraConfig | None = None  # adapters in the weights
-    reads_projections: bool = False  # they are in the compute dtype, whatever the policy stores
+    reads_weights: bool = False  # they are in the compute dtype, whatever the policy stores
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -96,8 +96,8 @@ class ServingCase:
         if self.weights is None or not _in_few_bits(self.weights):
             places = merged(placement.parameters(form), placement.model_state(form))
             shapes = form.arrays
-            if self.reads_projections:
-                shapes = jax.eval_shape(functools.partial(with_read_projections, form), shapes)
+            if self.reads_weights or self.is_unrolled:
+                shapes = jax.eval_shape(functools.partial(with_read_weights, form), shapes)
             return jax.tree.map(_placed, shapes, places)
         if self.mesh.num_devices > 1:
             raise UnsupportedError(
