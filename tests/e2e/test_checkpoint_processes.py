@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfra.checkpoint.checkpointer import Checkpointer, load_state
@@ -97,6 +98,7 @@ def one_of_two(directory: Path, process: int, port: str) -> None:
     jax.distributed.shutdown()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     directory = tmp_path / "checkpoints"
     with socket.socket() as probe:

@@ -15,9 +15,6 @@ GRID = [
 
 
 @pytest.mark.quick_cases(
-    "decode-bfloat16",
-    "sinks-empty-rows-float32",
-    "outliers-float16",
     "everything-bfloat16",
     "mla-bfloat16",
 )

@@ -144,7 +144,7 @@ def test_sharded_arrays_outside_of_jit_are_not_gathered():
     assert_equal((out, lse), want)
 
 
-@pytest.mark.slow_cases("shard_map", "explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["explicit", "shard_map", "shard_map of a part"])
 def test_hopper_kernels_lower_on_a_mesh(where):
     """Where types say how arrays lie, a kernel's results must say it too: a result that seems the

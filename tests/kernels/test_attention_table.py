@@ -71,6 +71,7 @@ def test_auto_follows_the_table(result, tmp_path, monkeypatch):
     tables.read.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_shipped_table_is_what_was_measured():
     files = (RESULTS / f"attention-{name}h200.json" for name in ("", "sweep-"))
     made = attention_table.table_of(*(json.loads(path.read_text()) for path in files))

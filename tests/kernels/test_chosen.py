@@ -25,6 +25,7 @@ CALLS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("flash_attention", "paged_attention")
 @pytest.mark.parametrize("op", CALLS)
 def test_auto_logs_each_case_once(op, caplog):
     caplog.set_level(logging.INFO, logger="pallas_kernels")

@@ -76,7 +76,9 @@ def test_xla_computes_the_formula(case):
         assert_within_rounding(computed(x, w, **wrong), true)
 
 
-@pytest.mark.slow_cases("few rows", "parts of K", "deep, narrow", "transposed, gated")
+@pytest.mark.slow_cases(
+    "few rows", "parts of K", "deep, narrow", "transposed, gated", "transposed, parts of K"
+)
 @pytest.mark.parametrize("case", list(SKINNY))
 def test_skinny_kernel_in_the_interpreter(case):
     shape, swiglu, config = SKINNY[case]

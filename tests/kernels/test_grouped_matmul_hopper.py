@@ -105,7 +105,7 @@ def gated_gradient(x, w, d, sizes):
     return y, pull(d)
 
 
-@pytest.mark.slow_cases("gated")
+@pytest.mark.slow_cases("gated", "odd")
 @pytest.mark.parametrize(
     ("f", "shape", "dtype"),
     [

@@ -284,7 +284,7 @@ def test_backward_lowers(widths, kind):
     )
 
 
-@pytest.mark.slow_cases("(64, 64)", "(96, 96)", "(128, 128)", "(192, 128)")
+@pytest.mark.slow_cases("(64, 64)", "(96, 96)", "(128, 128)", "(192, 128)", "(256, 256)")
 @pytest.mark.parametrize(
     "widths",
     [pytest.param(w, marks=[pytest.mark.slow] * (w in LIKE_ANOTHER), id=str(w)) for w in WIDTHS],

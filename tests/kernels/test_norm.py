@@ -98,6 +98,7 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
     assert_within_rounding(got, exact(*case, **form))
 
 
+@pytest.mark.slow_cases("float32-(2, 2048)")
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
@@ -158,6 +159,7 @@ def test_a_pivot_that_is_not_put_right_is_caught(monkeypatch):
         assert_within_rounding(got, exact(*case, f=layer_norm))
 
 
+@pytest.mark.slow_cases("10000.0")
 @pytest.mark.parametrize("first", [pytest.param(0.0, marks=pytest.mark.slow), 1e4])
 def test_first_columns_far_from_the_others_cost_what_cancels(first):
     """A pivot is the mean of 32 columns: one outlier among n of them cancels n / 1024 times."""

@@ -87,8 +87,8 @@ def chunk_of(case, arguments, arrays):
 @pytest.mark.parametrize(
     "case",
     [
-        cases.CHUNKS[0],
-        *(pytest.param(c, marks=pytest.mark.slow) for c in cases.CHUNKS[1:]),
+        pytest.param(c, marks=[pytest.mark.slow] * (c.name != "chunk-before-keys"))
+        for c in cases.CHUNKS
     ],
     ids=lambda case: case.name,
 )
@@ -109,9 +109,8 @@ TOKENS = [
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NaN in hidden slots
-@pytest.mark.parametrize(
-    "case", [TOKENS[0], pytest.param(TOKENS[1], marks=pytest.mark.slow)], ids=lambda case: case.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TOKENS, ids=lambda case: case.name)
 def test_one_token_in_the_order_of_training_is_the_definition(case):
     arguments, arrays = case.arrays("bfloat16")
 

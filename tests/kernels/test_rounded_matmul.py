@@ -43,6 +43,7 @@ def interpreted(f, *arrays):
         return jax.jit(f)(*arrays)
 
 
+@pytest.mark.slow_cases("many rows")
 @pytest.mark.parametrize("case", list(KERNELS))
 def test_kernels_compute_the_formula(case):
     (M, N, K), config = KERNELS[case]

@@ -37,7 +37,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("a column has its own scale")
+@pytest.mark.slow_cases("a column has its own scale", "ragged")
 @pytest.mark.parametrize("case", list(CASES))
 def test_kernels_compute_the_formula(case):
     """The interpreter's sums are in fp32."""

@@ -18,7 +18,6 @@ from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
 SLOW = [pytest.mark.slow]
-QUICK_TILES = ("ahead",)  # norms take turns
 
 
 def inputs(shape, dtype=jnp.bfloat16):
@@ -70,6 +69,7 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, f):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
+@pytest.mark.slow_cases("float32-log_softmax-shape1")
 @pytest.mark.parametrize(
     ("dtype", "f", "shape"),
     [(jnp.float16, softmax, (8, 32)), (jnp.float32, log_softmax, (3, 2048))],
@@ -81,8 +81,8 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, f, dtype):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW * (name not in QUICK_TILES))
-                                  for name in TILES])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TILES)
 def test_rows_between_words_are_no_worse_than_the_plain_form(name):
     """Neighbors' elements would count: theirs are far larger, -inf, infinite or NaN."""
     x, d_y = inputs((8, 701))

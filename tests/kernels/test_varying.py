@@ -41,6 +41,7 @@ NUM_SUMS = {norm: 1, summed_norm: 2, of_rows: 0, masked: 0, logarithms: 0}
 """Sums over devices in the gradient: of the scale's and the bias' alone."""
 
 
+@pytest.mark.slow_cases("summed_norm")
 @pytest.mark.parametrize("op", NUM_SUMS)
 def test_cotangents_of_rows_are_not_summed(op):
     """As in plain JAX: only the scale's gradient is a sum over devices."""

@@ -87,6 +87,7 @@ def test_tensor_and_fully_sharded_compose():
         assert [(each.shape[1:], each.times) for each in reduced] == [(ACTIVATION[1:], LAYERS)]
 
 
+@pytest.mark.slow
 def test_table_gradient_is_reduced_once_not_once_a_chunk():
     """The loss runs in two chunks of positions here; summed as one array over the batch, the
     table's gradient would be communicated in each.

@@ -50,6 +50,7 @@ def test_step_equals_one_device(case, mesh, method, how):
     assert_as_one_device(result[:3], case, what=f"{case} on {mesh} by {method}")
 
 
+@pytest.mark.slow
 def test_a_step_sends_keys_round_and_sums_gradients_and_nothing_else():
     """The loss among others leaves its tokens where they are."""
     built = build(llama_like(), mesh=MeshConfig(context=2))

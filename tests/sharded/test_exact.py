@@ -69,6 +69,7 @@ TRAINERS = {
 FP32, BF16 = PolicyName.FP32, PolicyName.BF16
 
 
+@pytest.mark.slow_cases("7", "1000")
 @pytest.mark.parametrize("width", [7, 300, 1000])
 def test_a_row_has_the_same_sum_whatever_rows_a_device_has(width):
     x_MD = jax.random.normal(jax.random.key(width), (32, width))

@@ -289,6 +289,7 @@ def test_faults_are_caught(form, node_size, monkeypatch):
         assert not near(np.asarray(got), alone()), fault
 
 
+@pytest.mark.slow_cases("per_device-None", "per_expert-None")
 @pytest.mark.parametrize(
     ("form", "node_size"), [(PER_EXPERT, None), (PER_DEVICE, None), (PER_DEVICE, 2)]
 )

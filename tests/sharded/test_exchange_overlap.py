@@ -82,6 +82,7 @@ def waits_for(program: jax.stages.Compiled) -> dict[str, list[set[str]]]:
     return found
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize(
     "node_size",
     # The second level is the first one's function: the default case fails with it.

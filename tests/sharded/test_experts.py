@@ -115,10 +115,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in MORE.values())],
-    ids=[*CASES, *MORE],
-)
+@pytest.mark.slow  # by default `test_exchange.py` has what a mesh does to the layer
+@pytest.mark.parametrize("case", [*CASES.values(), *MORE.values()], ids=[*CASES, *MORE])
 def test_equals_one_device(case):
     check(case)

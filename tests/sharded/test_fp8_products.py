@@ -91,7 +91,7 @@ def assert_as_numpy(config: Fp8Matmuls, placement: Placement, *directions) -> No
         assert np.all(emitted[:, -1] == 0.0)
 
 
-@pytest.mark.slow_cases("blocks by powers of two", "squares")
+@pytest.mark.slow_cases("blocks by powers of two", "squares", "blocks")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shares_are_multiplied_as_the_whole(name):
     assert_as_numpy(CONFIGS[name], placement_of(MESH))

@@ -42,16 +42,15 @@ MESHES = {
 }
 
 
-@pytest.mark.slow_cases("fsdp8-zero1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         "fsdp8-zero1",
         "pipe2-fsdp2-tensor2",
-        *(
-            pytest.param(mesh, marks=pytest.mark.slow)
-            for mesh in ("fsdp8", "fsdp2-tensor4", "replica2-tensor4-sequence")
-        ),
+        "fsdp8",
+        "fsdp2-tensor4",
+        "replica2-tensor4-sequence",
     ],
 )
 def test_updates_are_one_device_s(mesh):
@@ -140,6 +139,7 @@ def test_losses_are_one_device_s(mesh):
     assert np.abs(got - orders[0]).max() <= bound
 
 
+@pytest.mark.slow
 def test_a_saved_state_is_restored_on_other_meshes(tmp_path):
     """Its moments are fewer than its parameters: what has none is no part of the checkpoint."""
     built, other = _built(*MESHES["fsdp2-tensor4"]), _built(MeshConfig(), ShardingConfig())

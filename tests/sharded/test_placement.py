@@ -73,6 +73,7 @@ def test_a_step_leaves_shardings_and_types_unchanged():
     jax.tree.map(same, after, placed, is_leaf=lambda node: isinstance(node, jax.Array))
 
 
+@pytest.mark.slow
 def test_a_mesh_draws_the_values_one_device_draws():
     on_mesh, alone = (
         build(llama_like(), mesh=mesh) for mesh in (MESHES["replica2-fsdp2-tensor2"], MeshConfig())

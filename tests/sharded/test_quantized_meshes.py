@@ -148,6 +148,7 @@ def test_experts_are_dequantized_by_layer():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shares", "gathers"),
     [

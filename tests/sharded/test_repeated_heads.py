@@ -72,10 +72,8 @@ CASES = {
 QUICK = "two-fsdp2-tensor4-kept"  # kept weights, which `test_meshes.py` then has as slow ones
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=() if c == QUICK else pytest.mark.slow) for c in CASES],
-)
+@pytest.mark.slow  # by default `test_meshes.py` has a mesh with heads for each device
+@pytest.mark.parametrize("case", CASES)
 def test_mesh_equals_one_device(case):
     num_kv_heads, mesh, how = CASES[case]
     assert_within_rounding(run(num_kv_heads, mesh, **how), exact(num_kv_heads), what=case)
@@ -94,6 +92,7 @@ def test_pipeline_equals_one_device():
     assert_within_rounding(loss_and_gradients(case), true, what=str(case))
 
 
+@pytest.mark.slow
 def test_gradients_summed_over_some_copies_are_caught():
     """What a missing sum over copies, or a second one, would give."""
     loss, norm, gradients = jax.tree.map(lambda leaf: leaf.value, exact(2), is_leaf=_is_rounded)

@@ -148,6 +148,7 @@ def _is_sum(each: Collective) -> bool:
     return "embedding" not in each.scope
 
 
+@pytest.mark.slow
 def test_two_levels_scatter_first():
     """ZeRO 1 with replicas: what crosses the slower link is a share, not the whole gradient."""
     found = [each for each in collectives(compiled("replica=2,fsdp=4", 1, 2)) if each.shape]
@@ -164,6 +165,7 @@ def test_two_levels_scatter_first():
     }
 
 
+@pytest.mark.slow_cases("2-2")
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_sharded_gradients_are_summed_in_every_micro_batch(zero, accumulation):

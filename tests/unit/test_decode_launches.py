@@ -135,7 +135,20 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
                 assert out.aval.size <= PAGES, each
 
 
-def test_whole_layers_are_taken_where_they_were_measured():
+@pytest.mark.quick_cases("options0-True", "options3-False")
+@pytest.mark.parametrize(
+    ("options", "is_whole"),
+    [
+        ({}, True),
+        ({"weights": "int4 g128"}, True),
+        ({"weights": "fp8"}, True),
+        ({"kind": "NVIDIA GH200 480GB"}, False),  # nobody timed it there
+        ({"width": 576}, False),  # no multiple of a tile's rows
+        ({"mesh": MeshConfig(tensor=2)}, True),
+        ({"mesh": MeshConfig(tensor=4)}, False),  # nobody timed it there
+    ],
+)
+def test_whole_layers_are_taken_where_they_were_measured(options, is_whole):
     def kernels(
         kind: str = H200.kind,
         weights: str = "bf16",
@@ -146,13 +159,7 @@ def test_whole_layers_are_taken_where_they_were_measured():
             step = traced_step(weights, config(width), mesh)
         return len([e for e in operations(step) if e.primitive.name == "mpmd_map"])
 
-    assert kernels() == 1
-    assert kernels(weights="int4 g128") == 1
-    assert kernels(weights="fp8") == 1
-    assert kernels(kind="NVIDIA GH200 480GB") > 1  # nobody timed it there
-    assert kernels(width=576) > 1  # no multiple of a tile's rows
-    assert kernels(mesh=MeshConfig(tensor=2)) == 1
-    assert kernels(mesh=MeshConfig(tensor=4)) != 1  # nobody timed it there
+    assert (kernels(**options) == 1) == is_whole
 
 
 def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():

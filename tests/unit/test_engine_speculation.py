@@ -35,7 +35,8 @@ def near():
     )
 
 
-@pytest.mark.parametrize("draft", ["model", pytest.param("lookup", marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default the drafts of `test_mtp.py`
+@pytest.mark.parametrize("draft", ["model", "lookup"])
 def test_every_draw_is_that_without_drafts(draft):
     other = definition().bind(near()) if draft == "model" else None
     engine = Engine(model(), num_ids=257, options=DRAFTING, draft=other)
@@ -95,7 +96,7 @@ def drifted(pretrained):
     return pretrained.definition.bind(jax.tree.map(moved, pretrained.parameters))
 
 
-@pytest.mark.slow  # by default the draws above, which are of a model of one kind of layer
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["model", "lookup"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_chunks_and_preemption_change_no_token_of_a_family(family, draft):

@@ -68,7 +68,7 @@ def test_requests_draw_what_they_draw_alone(name):
     assert serving.scheduler.snapshots.num_used >= used + 2
 
 
-@pytest.mark.quick_cases("gated_delta-greedy-host")
+@pytest.mark.slow  # by default `test_recurrent_mixers.py` has a pass whose tokens count in part
 @pytest.mark.parametrize("preemption", [*Preemption])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", MIXERS)

@@ -143,7 +143,7 @@ def oracle(config: ExpertsConfig, drawn: Drawn):
 
 
 # Groups are in deepseek_v3 of test_hf_golden.py by default.
-@pytest.mark.quick_cases("clamped with biases", "capacity")
+@pytest.mark.quick_cases("clamped with biases")
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_equals_a_loop_over_tokens(config):
     drawn = draw(config)

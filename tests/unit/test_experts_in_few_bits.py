@@ -136,7 +136,7 @@ def test_a_step_makes_no_array_of_all_experts():
     assert largest(fewer + 1) >= whole
 
 
-@pytest.mark.slow_cases("qwen2_moe")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SIZES)
 def test_models_compute_what_plain_numbers_do(family):
     definition = model(family)

@@ -34,7 +34,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
 CASES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 OTHERS = list((GOLDEN.parent / "hf").glob("*/config.json"))
 # A layer with a state, and norms of another order; experts are in test_hf_golden.py by default.
-QUICK = ("lfm2", "olmo2_odd")
+QUICK = ("olmo2_odd",)
 PROMPT, NEW = 7, 12
 
 
@@ -340,6 +340,7 @@ def with_dense_beside_experts(tensors):
     }
 
 
+@pytest.mark.slow_cases("qwen3_5_moe-fused_experts")
 @pytest.mark.parametrize(
     ("name", "renamed"),
     [("qwen3_5_moe", fused_experts), ("kimi_linear", with_dense_beside_experts)],
@@ -355,6 +356,9 @@ def test_other_files_of_the_same_model_are_read(name, renamed, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path).parameters, want)
 
 
+@pytest.mark.slow_cases(
+    "gemma3-gemma3-language_model.model.", "qwen2_vl-qwen2-model.language_model."
+)
 @pytest.mark.parametrize(
     ("whole", "inner", "root"),
     [

@@ -93,6 +93,7 @@ def test_generate_in_a_chat_template(exported, tmp_path, capsys):
     assert texts[0] == texts[1] != "\n"
 
 
+@pytest.mark.slow
 def test_evaluate_agrees(run, exported, tmp_path, capsys):
     losses = []
     for path, *mesh in ([run], [exported], [exported, "--mesh", "fsdp=8"]):
@@ -136,7 +137,7 @@ def test_ids_are_held_against_the_vocabulary(exported, tmp_path, capsys, spoil, 
         assert main(["evaluate", str(copy), *options]) == 0
 
 
-@pytest.mark.slow_cases("run")
+@pytest.mark.slow  # by default a server's prompts
 @pytest.mark.parametrize("kind", ["run", "exported"])
 def test_ids_beyond_the_model_are_refused_in_prompts(run, exported, tmp_path, capsys, kind):
     """Of a tokenizer with a token more than the model: ``generate``, ``chat`` and a server."""

@@ -74,6 +74,9 @@ def logits(decoder, ids):
     "deepseek_v2_lite",
     "mixtral",
     "qwen3_moe",
+    "qwen2_moe",
+    "gpt_oss",
+    "phi3_longrope",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
@@ -216,6 +219,7 @@ def test_loss_and_gradients(name):
     assert_gradients_are_the_reference_s(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

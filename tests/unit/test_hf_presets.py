@@ -31,23 +31,34 @@ SIZES = {
 PUBLISHED = json.loads((Path(__file__).parents[1] / "golden/hf/published.json").read_text())
 
 
+# A preset of each kind of model; others differ in their numbers.
+QUICK = {
+    "deepseek_v2_lite", "gemma2_2b", "gpt2", "gpt_oss_20b", "llama32_1b", "mixtral_8x7b", "moe_1t",
+    "phi3_mini_4k", "qwen25_05b", "qwen3_06b", "qwen3_30b_a3b", "small", "tiny_moe",
+}  # fmt: skip
+
+
+def presets(names):
+    return [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in names]
+
+
 @functools.cache
 def defined(name: str):
     return define_model(MODELS[name](), execution_on())
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", presets(COUNTED))
 def test_number_of_parameters(name):
     stated = re.search(r"([\d,]+) parameters", MODELS[name].__doc__)
     assert defined(name).num_parameters == int(stated.group(1).replace(",", ""))
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", presets(SIZES))
 def test_number_of_parameters_is_the_published_one(name):
     assert defined(name).num_parameters == SIZES[name]
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", presets(sorted(MODELS)))
 def test_dims_name_every_dim_of_every_parameter(name):
     """But for what a router and a shared expert's gate say of a token: never sharded."""
     for each in defined(name).table():
@@ -66,7 +77,7 @@ def test_a_published_config_is_the_preset(name):
     assert read == MODELS[name]()
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", presets(sorted(MODELS)))
 def test_every_preset_has_an_architecture(name):
     """But for the worked case of the docs; what balances loads is no part of theirs."""
     config = computed(MODELS[name]())

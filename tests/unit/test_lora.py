@@ -189,16 +189,13 @@ def one_device(directory):
     return train(run_config(directory), steps=2)[2]
 
 
+@pytest.mark.slow  # by default the norm below, of columns that devices share
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
         ("fsdp=2,tensor=2,replica=2", {}),
-        pytest.param(
-            "fsdp=4,tensor=2", {"accumulation": 2, "remat": Remat.FULL}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "replica=4,tensor=2", {"accumulation": 2, "remat": Remat.NONE}, marks=pytest.mark.slow
-        ),
+        ("fsdp=4,tensor=2", {"accumulation": 2, "remat": Remat.FULL}),
+        ("replica=4,tensor=2", {"accumulation": 2, "remat": Remat.NONE}),
     ],
 )
 def test_on_a_mesh_as_on_one_device(directory, one_device, mesh, settings):

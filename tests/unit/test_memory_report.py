@@ -1,5 +1,6 @@
 """Where a compiled step's memory goes: the roles are all of it, and live arrays never overlap."""
 
+import functools
 import json
 import re
 
@@ -44,22 +45,20 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def steps():
-    """Compiled steps, each with its program and report."""
-    found = {}
-    for name, settings in STEPS.items():
-        job = make_job(codec.override(run_preset("tiny"), [*SMALL, *settings]))
-        lowered = lower_step(job)
-        program = read_program(lowered)
-        lives = Lives(program)
-        found[name] = lowered, program, lives, report_program(program, lives)
-    return found
+@functools.cache
+def step(name):
+    """A compiled step with its program and report."""
+    job = make_job(codec.override(run_preset("tiny"), [*SMALL, *STEPS[name]]))
+    lowered = lower_step(job)
+    program = read_program(lowered)
+    lives = Lives(program)
+    return lowered, program, lives, report_program(program, lives)
 
 
+@pytest.mark.slow_cases("sharded")
 @pytest.mark.parametrize("name", STEPS)
-def test_roles_add_up_to_the_programs_total(steps, name):
-    lowered, _, _, report = steps[name]
+def test_roles_add_up_to_the_programs_total(name):
+    lowered, _, _, report = step(name)
     assert sum(part.bytes for part in report.parts) == report.total_bytes
     assert report.total_bytes == step_bytes(lowered.compile())
     assert min(part.bytes for part in report.parts) > 0
@@ -69,12 +68,13 @@ def test_roles_add_up_to_the_programs_total(steps, name):
     assert roles.get(FRAGMENTATION, 0) <= 0.1 * report.total_bytes
 
 
+@pytest.mark.slow_cases("sharded")
 @pytest.mark.parametrize("name", STEPS)
-def test_arrays_that_live_at_once_never_overlap(steps, name):
+def test_arrays_that_live_at_once_never_overlap(name):
     """The compiler's places are the proof of the lives: one taken as too long would share bytes
     with a stranger's. Arrays made in place share all of theirs.
     """
-    _, program, lives, _ = steps[name]
+    _, program, lives, _ = step(name)
     require_apart(program, lives)
 
 
@@ -96,9 +96,9 @@ def require_apart(program, lives):
     assert compared > 50  # the places of arrays that do not live at once are shared a lot
 
 
-def test_arguments_are_the_state(steps):
+def test_arguments_are_the_state():
     """Weights to the byte, moments twice them."""
-    report = steps["scanned"][3]
+    report = step("scanned")[3]
     job = make_job(codec.override(run_preset("tiny"), SMALL))
     weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(job.model.shapes))
     found = [part for part in report.parts if part.role == WEIGHTS]
@@ -107,30 +107,31 @@ def test_arguments_are_the_state(steps):
     assert report.by_role()[OPTIMIZER] >= 2 * weights
 
 
-def test_activations_have_names(steps):
+def test_activations_have_names():
     """By the scopes of the source program."""
-    kept = {part.name: part.bytes for part in steps["scanned"][3].parts if part.role == ACTIVATIONS}
+    kept = {part.name: part.bytes for part in step("scanned")[3].parts if part.role == ACTIVATIONS}
     assert kept["mlp"] > kept["attention"] > 0
 
 
 @pytest.mark.slow
-def test_recomputation_keeps_less(steps):
+def test_recomputation_keeps_less():
     """Of an unrolled step with everything recomputed little is kept, and its lives hold too."""
     job = make_job(codec.override(run_preset("tiny"), [*SMALL, *UNROLLED]))
     program = read_program(lower_step(job))
     lives = Lives(program)
     require_apart(program, lives)
     again = report_program(program, lives).by_role()[ACTIVATIONS]
-    assert again < 0.5 * steps["scanned"][3].by_role()[ACTIVATIONS]
+    assert again < 0.5 * step("scanned")[3].by_role()[ACTIVATIONS]
 
 
-def test_gradients_and_collectives_are_found(steps):
-    assert any(GRADIENTS in report.timeline for _, _, _, report in steps.values())
-    assert COLLECTIVES in steps["sharded"][3].timeline
+@pytest.mark.slow
+def test_gradients_and_collectives_are_found():
+    assert any(GRADIENTS in report.timeline for _, _, _, report in map(step, STEPS))
+    assert COLLECTIVES in step("sharded")[3].timeline
 
 
-def test_the_peak_is_explained_and_drawn(steps, tmp_path):
-    report = steps["scanned"][3]
+def test_the_peak_is_explained_and_drawn(tmp_path):
+    report = step("scanned")[3]
     assert re.search(r"fullest in [\w/ ]+ \(.+\): activations \d+%", report.explained())
     totals = [sum(values) for values in zip(*report.timeline.values(), strict=True)]
     assert totals[report.peak_moment] == max(totals)
@@ -171,10 +172,10 @@ def test_names_of_arguments():
 
 
 @pytest.mark.slow
-def test_remedies_fit_and_are_compiled(steps):
+def test_remedies_fit_and_are_compiled():
     """Each that is said to fit does, and the first costs no more than the others."""
     config = codec.override(run_preset("tiny"), SMALL)
-    total = steps["scanned"][3].total_bytes
+    total = step("scanned")[3].total_bytes
     found = find_remedies(config, limit_bytes=int(0.75 * total), price=step_price)
     assert len(found) == 3
     assert found[0].fits

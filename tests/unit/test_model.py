@@ -208,7 +208,7 @@ def test_unrolling_changes_no_bit(remat):
     chex.assert_trees_all_equal(stepped(remat, unroll=2), stepped(remat))
 
 
-@pytest.mark.slow_cases("none-0-0", "dots-0-0", "mlp-2-0")
+@pytest.mark.slow_cases("none-0-0", "dots-0-0", "mlp-2-0", "named-6-0")
 @pytest.mark.parametrize(
     ("remat", "projections", "core"),
     [
@@ -245,6 +245,7 @@ def test_initial_deviation_shrinks_with_depth_into_the_residual_stream():
             assert abs(np.mean(leaf)) <= 5 * std / math.sqrt(leaf.size), name
 
 
+@pytest.mark.slow
 def test_scale_offset_starts_at_one():
     config = dataclasses.replace(llama_like(), final_norm=NormConfig(scale_offset=1.0))
     scale = initialized(config)["final_norm"]["scale"]

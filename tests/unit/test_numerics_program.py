@@ -114,7 +114,7 @@ def test_recomputed_matmuls_follow_the_policy_too():
     assert not wrong_matmuls(found, "bf16")
 
 
-@pytest.mark.slow_cases("fp32")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [PolicyName.FP32, PolicyName.BF16])
 def test_compiled_cpu_program_sums_in_fp32(policy):
     built = build(llama_like(), policy=policy)

@@ -89,9 +89,8 @@ def tokens(told) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "keeps", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "state"]
-)
+@pytest.mark.slow  # by default `test_own_parts.py` decodes over a cache
+@pytest.mark.parametrize("keeps", [False, True], ids=["whole", "state"])
 def test_an_own_mixer_generates_what_the_whole_text_gives(keeps, caplog):
     model, options = with_mean(keeps=keeps), {"max_new_tokens": 6, "sampling": WARM, "seed": 3}
     expected = {place: [] for place in range(len(PROMPTS))}

@@ -45,9 +45,9 @@ def traced(*, rows, length, ids, num_devices=1):
 @pytest.mark.parametrize(
     ("layout", "vocab"),
     [
-        ({"batch": 4, "length": 4096}, 128_256),
+        pytest.param({"batch": 4, "length": 4096}, 128_256, marks=pytest.mark.slow),
         ({"batch": 1, "length": 1024}, 128_256),
-        ({"batch": 32, "length": 2048, "fsdp": 4}, 151_936),
+        pytest.param({"batch": 32, "length": 2048, "fsdp": 4}, 151_936, marks=pytest.mark.slow),
         ({"batch": 16, "length": 4096, "fsdp": 2, "tensor": 2}, 262_144),
         ({"batch": 4, "length": 4096}, 32_000),
         ({"batch": 8, "length": 4096, "tensor": 4}, 128_256),

@@ -172,6 +172,7 @@ def test_a_schedule_alone(capsys, tmp_path):
     assert "1f1b" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_pictures(capsys, tmp_path):
     code, _, _ = plan(
         capsys, "llama3_8b", "--devices", "8", "--json", "--pictures", str(tmp_path / "plan")

@@ -274,6 +274,7 @@ def test_plan_json_has_the_promised_keys():
         assert values[key] >= 0
 
 
+@pytest.mark.slow_cases("512-512-15")
 @pytest.mark.parametrize(
     ("devices", "batch", "bound_s"),
     # 2 and 8 on an idle core; one whose other thread is busy has counted 20 for the second.

@@ -154,6 +154,7 @@ def test_it_trains_beside_what_the_bits_stand_for(directory, tmp_path):
     assert len(by_path(state.parameters)) == 4
 
 
+@pytest.mark.slow
 def test_what_devices_hold_of_it(directory, monkeypatch):
     """The table's bytes are those of the arrays, and no read is of more than a layer."""
     config = run_config(directory)

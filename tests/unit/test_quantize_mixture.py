@@ -90,6 +90,7 @@ def logits(definition, values):
     return definition.bind(nest(keys))(jnp.asarray(IDS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes", "kept"),
     [

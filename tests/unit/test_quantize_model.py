@@ -71,7 +71,7 @@ def slow_but(names, *fast):
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", slow_but(RECIPES, "awq-int4"))
+@pytest.mark.parametrize("name", slow_but(RECIPES, "rtn-int4"))
 def test_what_is_written_is_read_back(source, tmp_path, name):
     """Logits of the directory, weights kept packed, are near the original's, and each layer's
     error is that of its format.

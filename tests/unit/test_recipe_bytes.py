@@ -34,16 +34,10 @@ def require_planned(name: str, job) -> None:
 
 
 # The default one has every kind of array; the rest are other formats of them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "each",
-    [
-        pytest.param(
-            each,
-            id=each.published,
-            marks=() if each.published == "fp8-nanotron" else pytest.mark.slow,
-        )
-        for each in CORRESPONDENCES
-    ],
+    [pytest.param(each, id=each.published) for each in CORRESPONDENCES],
 )
 def test_the_arrays_are_what_the_planner_says(each):
     require_planned(each.ours, job_of(*each.settings))

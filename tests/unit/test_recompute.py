@@ -36,6 +36,7 @@ def small_run(**training):
     )
 
 
+@pytest.mark.slow
 def test_the_job_takes_the_first_policy_whose_compiled_step_fits():
     assert set(CHEAPEST_FIRST) == set(Remat) - {Remat.AUTO, Remat.OPTIMAL, Remat.CHOSEN}
     keeps_all = step_bytes(lower_step(make_job(small_run(remat=Remat.NONE))).compile())

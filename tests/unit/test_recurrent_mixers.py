@@ -106,7 +106,7 @@ def close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
 
 
-@pytest.mark.quick_cases("state_space")
+@pytest.mark.quick_cases("short_convolution")
 @pytest.mark.parametrize("name", MIXERS)
 def test_parts_with_padding_give_what_whole_rows_give(name):
     """Rows of a batch are at other places, and one gives nothing in a pass."""
@@ -126,7 +126,7 @@ def test_parts_with_padding_give_what_whole_rows_give(name):
     close(found, want)
 
 
-@pytest.mark.quick_cases("state_space", "short_convolution")
+@pytest.mark.quick_cases("short_convolution")
 @pytest.mark.parametrize("name", MIXERS)
 def test_documents_of_a_row_do_not_see_each_other(name):
     model, tokens = decoder(name), ids(1, LENGTH)
@@ -187,7 +187,7 @@ def test_a_tentative_pass_keeps_the_tokens_that_count(name):
             assert not np.array_equal(before.arrays[first], each.arrays[first])
 
 
-@pytest.mark.quick_cases("delta_of_channels")
+@pytest.mark.quick_cases("short_convolution")
 @pytest.mark.parametrize("name", MIXERS)
 def test_gradients_reach_every_parameter(name):
     definition = define_model(config(name), execution_on())

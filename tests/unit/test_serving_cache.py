@@ -77,7 +77,9 @@ def continued(decoder, ids, logits, cache, starts):
     return logits
 
 
-@pytest.mark.slow_cases("gqa-bf16", "gqa-fp32", "two_stacks-fp32", "learned_positions-fp32")
+@pytest.mark.slow_cases(
+    "gqa-bf16", "gqa-fp32", "two_stacks-fp32", "learned_positions-fp32", "latent-fp32"
+)
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_cached_logits_agree_at_every_position(name, policy):
     parameters, decoder = make(name, policy)

@@ -176,6 +176,7 @@ def test_text_begins_as_a_document_does():
     assert "".join(piece.text for piece in pieces) == "xyz"
 
 
+@pytest.mark.slow
 def test_logits_that_are_no_numbers_end_it_with_an_error():
     """What was drawn before them is given."""
     model = loaded()

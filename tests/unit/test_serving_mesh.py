@@ -62,7 +62,7 @@ def tokens(decoder, sampling) -> dict[int, list[int]]:
     return rows
 
 
-@pytest.mark.slow_cases("tensor", "replica_tensor")
+@pytest.mark.slow  # by default the logits of `test_serving_form.py`, pages and exchanges below
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
 def test_rows_are_those_of_one_device(decoders, name):
     settings = [GREEDY, GREEDY, SamplingConfig(temperature=0.8, top_k=20, top_p=0.9)]

@@ -137,7 +137,7 @@ def test_pages_are_read_where_they_lie(name, num_queries):
         assert_no_worse(result[~padding], plain=plain, oracle=true)
 
 
-@pytest.mark.slow_cases("bfloat16-plain-False-2", "bfloat16-fp8-True-8")
+@pytest.mark.slow_cases("bfloat16-plain-False-2", "bfloat16-fp8-True-8", "bfloat16-plain-True-2")
 @pytest.mark.parametrize(
     ("dtype", "form", "paged", "heads"),
     [

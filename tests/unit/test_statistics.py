@@ -36,6 +36,7 @@ def asked(config):
     return jax.device_get(state), step_record(jax.device_get(metrics))
 
 
+@pytest.mark.slow
 def test_the_ordinary_step_is_the_same_program():
     """Asked for or not, the other steps run this."""
     texts = [lower_step(make_job(config_of(*more))).as_text() for more in ((), (ASKED,))]

@@ -86,6 +86,7 @@ def test_split_batch_deals_rows():
         )
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_micro_batches():
     """Equal micro-batches of 4 rows: beyond the batch itself, 8 need no more than 2."""
 
@@ -103,6 +104,7 @@ def test_memory_does_not_grow_with_micro_batches():
     assert few > 4 * many_bytes, "too small a model to show growth"
 
 
+@pytest.mark.slow
 def test_donated_state_is_updated_in_place():
     built = stepped(1)
     state, batch = built.state(), packed_batch()

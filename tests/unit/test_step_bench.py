@@ -85,6 +85,7 @@ SHAPE = plain_step.Shape(
 )
 
 
+@pytest.mark.slow
 def test_channels_in_another_order_are_the_same_function(standard_promotion):
     # Larger than at the start, and norms that are not all one, so that every channel counts.
     draw = np.random.default_rng(0)

@@ -78,6 +78,7 @@ def test_a_saved_state_is_the_same_and_goes_on_with_the_same_batches(steps, trai
     assert steps.loss(restored, fourth) == pytest.approx(steps.loss(state, fourth), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_was_saved_is_a_run(trained):
     loaded = jaxinfra.load(trained[2] / "run")
     found = jaxinfra.generate(loaded, ["the cat ", "sat"], max_new_tokens=3, temperature=0)
