@@ -81,9 +81,11 @@ SHAPES = {
     "llama3_8b": ((1, 2048), (16, 2048), (64, 1024), (64, 2048), (128, 1024)),
     "llama32_1b": ((1, 2048), (64, 2048)),
     "qwen35_9b": ((1, 2048), (64, 2048)),
+    "gpt_oss_20b": ((1, 2048), (64, 2048)),
     "tiny": ((2, 32),),
 }
-PREFILLS = {"llama3_8b": ((8, 2048),), "llama32_1b": ((1, 128),), "qwen35_9b": (), "tiny": ()}
+PREFILLS = {name: () for name in SHAPES}
+PREFILLS |= {"llama3_8b": ((8, 2048),), "llama32_1b": ((1, 128),)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,28 +274,31 @@ def served(
 
 
 def floor_bytes(form: Form, batch: int, context: int) -> int:
-    """Weights that a token is multiplied with, and the cache, read once; states also written."""
-    matmuls = {each.path for each in form.definition.table() if each.matmul}
+    """Weights that a token is multiplied with, and the cache, read once; states also written.
+
+    Of experts, as many as the tokens are routed to at the most.
+    """
+    read = {x.path: min(1, batch * x.active) for x in form.definition.table() if x.matmul}
     leaves = nnx.to_flat_state(form.weights)
     weights = sum(
-        leaf.get_value().nbytes for path, leaf in leaves if "/".join(map(str, path)) in matmuls
+        leaf.get_value().nbytes * read.get("/".join(map(str, path)), 0) for path, leaf in leaves
     )
     config = form.definition.config
-    per_token = sum(
-        block.mixer.cache.elements * repeats
+    elements = sum(
+        block.mixer.cache.elements * repeats * min(context, block.mixer.window or context)
         for block, repeats in zip(config.blocks, config.repeats, strict=True)
     )
     execution = form.definition.execution
     bits = execution.cache_format.bits or 8 * execution.policy.compute.itemsize
     states = 2 * recurrent_bytes(config)
-    return weights + batch * (context * per_token * bits // 8 + states)
+    return round(weights) + batch * (elements * bits // 8 + states)
 
 
 def prefill_flops(form: Form, batch: int, length: int) -> float:
     """Operations of whole prompts."""
     config = form.definition.config
     table = form.definition.table()
-    weights = sum(each.size for each in table if each.matmul)
+    weights = sum(each.size * each.active for each in table if each.matmul)
     vocabulary = config.vocab_size * config.model_dim
     total = 2.0 * batch * (length * (weights - vocabulary) + vocabulary)
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
