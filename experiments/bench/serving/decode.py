@@ -84,7 +84,7 @@ SHAPES = {
     "gpt_oss_20b": ((1, 2048), (64, 2048)),
     "tiny": ((2, 32),),
 }
-PREFILLS = {name: () for name in SHAPES}
+PREFILLS = dict.fromkeys(SHAPES, ())
 PREFILLS |= {"llama3_8b": ((8, 2048),), "llama32_1b": ((1, 128),)}
 
 
