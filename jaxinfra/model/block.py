@@ -228,11 +228,11 @@ class Block(nnx.Module):
 
     def _inward(self, x_BTD: jax.Array, abilities: Abilities) -> jax.Array:
         # One gather for all the projections that read it, where the stream is split by sequence;
-        # of a layer that prepares its input, in 8 bits after that.
+        # of a layer that prepares its input, in 8 bits after that, or in its first product.
         is_quantized = self.execution.policy.recipe(Site.PROJECTION).fp8 is not None
-        return self.execution.place(
-            x_BTD, _STREAM if abilities.quantizes and is_quantized else _NORMED
-        )
+        gathers = abilities.gathers and self.execution.multiply.stream is not None
+        is_apart = gathers or (abilities.quantizes and is_quantized)
+        return self.execution.place(x_BTD, _STREAM if is_apart else _NORMED)
 
     def _add(
         self, x_BTD: jax.Array, branch_BTD: jax.Array, norm: Norm | None, key: jax.Array | None

@@ -18,7 +18,7 @@ from jaxinfra.model.execution import Execution
 from jaxinfra.model.heads import clipped, head_norm, positioned, segments
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
-from jaxinfra.model.projection import Projection, unpacked
+from jaxinfra.model.projection import Projection, projected, unpacked
 from jaxinfra.ops.cached_attention import append_packed_heads, as_cached
 from jaxinfra.ops.multiply import Deferred
 
@@ -95,7 +95,7 @@ class GroupedAttention(nnx.Module):
     def abilities(self) -> Abilities:
         """Steps of a block that this layer does itself: norm and residual sum, if packed."""
         fuses = self.packed is not None and self.execution.multiply.few_rows
-        return Abilities(fuses=fuses, quantizes=True)
+        return Abilities(fuses=fuses, quantizes=True, gathers=self.packed is None)
 
     def __call__(
         self,
@@ -205,10 +205,11 @@ class GroupedAttention(nnx.Module):
         """Queries, keys and values, without position; of a packed product, where there is one."""
         if heads_BTNH is None:
             assert not isinstance(x_BTD, Deferred), "Block"
-            given_BTD = self.query.prepared(x_BTD)
-            k_BTKH = self.key(given_BTD)
-            v_BTKH = k_BTKH if self.value is None else self.value(given_BTD)
-            return self.query(given_BTD), k_BTKH, v_BTKH
+            layers = (
+                [self.key, self.query] if self.value is None else [self.key, self.value, self.query]
+            )
+            k_BTKH, *v_BTKH, q_BTNH = projected(x_BTD, layers)
+            return q_BTNH, k_BTKH, v_BTKH[0] if v_BTKH else k_BTKH
         shards = self.execution.place.shards(axes.Q_HEADS)
         first_key = self.config.num_q_heads // shards
         first_value = first_key + self.config.num_kv_heads // shards

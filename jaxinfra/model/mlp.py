@@ -15,7 +15,7 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Abilities, LayerOutput, ModelState, Pass, labelled, site_sums
-from jaxinfra.model.projection import HIDDEN, Projection, unpacked
+from jaxinfra.model.projection import HIDDEN, Projection, projected, unpacked
 from jaxinfra.ops.activation import activated, xielu
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.fp8_swiglu import swiglu_input
@@ -75,7 +75,7 @@ class Mlp(nnx.Module):
         """Steps of a block that this layer does itself: norm and residual sum, if packed."""
         is_scaled = self.config.out_scale != 1.0
         fuses = self.packed is not None and self.execution.multiply.few_rows and not is_scaled
-        return Abilities(fuses=fuses, quantizes=True)
+        return Abilities(fuses=fuses, quantizes=True, gathers=self.packed is None)
 
     def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
         """Computes the layer's output [B, T, D] in the compute dtype."""
@@ -101,8 +101,9 @@ class Mlp(nnx.Module):
             hidden = self._quantized_hidden(given_BTD)
             if hidden is not None:
                 return hidden
-            up_BTF = policy.to_accum(self.up(given_BTD))
-            gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
+            layers = [self.up] if self.gate is None else [self.up, self.gate]
+            up_BTF, *gates = map(policy.to_accum, projected(given_BTD, layers))
+            gate_BTF = gates[0] if gates else None
         elif multiply.few_rows and self._is_plain and not self.config.bias:
             return multiply.swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:

@@ -23,6 +23,7 @@ class Abilities:
 
     fuses: bool = False  # its first matmul normalizes x, its last one adds the residual
     quantizes: bool = False  # it quantizes x for its 8-bit projections itself
+    gathers: bool = False  # its first matmuls gather the positions of x themselves
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,15 @@ from jaxinfra.model.passes import ModelState, labelled
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.fp8_operands import Input, empty_record
 from jaxinfra.ops.fp8_swiglu import Factor
-from jaxinfra.ops.multiply import AnyWeight, Deferred, as_array, copied, gathered, is_plain
+from jaxinfra.ops.multiply import (
+    AnyWeight,
+    Deferred,
+    StreamFactor,
+    as_array,
+    copied,
+    gathered,
+    is_plain,
+)
 from jaxinfra.ops.quantized import contracted_dims
 
 PROJECTION = "projection"
@@ -182,6 +190,21 @@ class Projection(nnx.Module):
         if is_fused:
             return y
         assert not isinstance(x, Deferred)
+        return self._finished(x, y)
+
+    @property
+    def stream_factor(self) -> StreamFactor | None:
+        """Weight for a product that gathers the stream itself; None if it has to be gathered."""
+        factor = self.multiply.stream_factor(
+            self.spec, self._multiplied, self._multiplied_dims, recipe=self.recipe
+        )
+        stream = self.multiply.stream
+        if factor is None or stream is None or not stream.gathers(self.spec, factor.dims):
+            return None
+        return factor
+
+    def _finished(self, x: jax.Array | Input, y: jax.Array) -> jax.Array:
+        """Adds the adapter's output and the bias to a product of x, and names it."""
         if self.adapter is not None:
             x = x.x if isinstance(x, Input) else x
             weight = self.weight.get_value()
@@ -194,6 +217,27 @@ class Projection(nnx.Module):
             y = self.policy.to_accum(y) + bias
             y = self.policy.to_compute(y) if self.policy.is_exact else y.astype(dtype)
         return self._named(y)
+
+
+def projected(
+    x: Float[Array, "B T D"] | Input, layers: Sequence[Projection]
+) -> list[Float[Array, "B T *_"]]:
+    """Applies projections that read one input, quantized or gathered once for all of them.
+
+    Args:
+        layers: projections of one recipe.
+    """
+    first, stream = layers[0], layers[0].multiply.stream
+    if stream is None or isinstance(x, Input):
+        given = x if isinstance(x, Input) else first.prepared(x)
+        return [layer(given) for layer in layers]
+    factors = [layer.stream_factor for layer in layers]
+    taken = [factor for factor in factors if factor is not None]
+    if len(taken) < len(layers):
+        whole_BTD = stream.whole(x)
+        return [layer(whole_BTD) for layer in layers]
+    ys = stream.gather(x, taken, recipe=first.recipe)
+    return [layer._finished(x, y) for layer, y in zip(layers, ys, strict=True)]
 
 
 def unpacked(

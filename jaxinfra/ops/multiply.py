@@ -8,8 +8,8 @@ Operand and accumulator dtypes are explicit in the program.
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Protocol, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,41 @@ class OrderedProduct(Protocol):
         ...
 
 
+class StreamProduct(Protocol):
+    """Products of a stream whose positions devices share, which gather or scatter it themselves."""
+
+    def gathers(self, spec: str, dims: Dims) -> bool:
+        """Whether a product with a weight of these dims reads the stream."""
+        ...
+
+    def scatters(self, spec: str, dims: Dims) -> bool:
+        """Whether a product with a weight of these dims is added to the stream."""
+        ...
+
+    def whole(self, x_BTD: jax.Array) -> jax.Array:
+        """Gathers the stream."""
+        ...
+
+    def gather(
+        self, x_BTD: jax.Array, products: Sequence["StreamFactor"], *, recipe: Recipe
+    ) -> tuple[jax.Array, ...]:
+        """Computes products of the stream, each in the compute dtype."""
+        ...
+
+    def scatter(self, x: jax.Array, product: "StreamFactor", *, recipe: Recipe) -> jax.Array:
+        """Computes a product into the stream, in the compute dtype."""
+        ...
+
+
+class StreamFactor(NamedTuple):
+    """Weight of a product that reads the stream or is added to it."""
+
+    spec: str
+    share: jax.Array  # receives the gradient
+    value: jax.Array  # is multiplied
+    dims: Dims
+
+
 type AnyWeight = jax.Array | QuantizedWeight | GatheredWeight
 """Weight that a product can multiply activations with."""
 
@@ -168,16 +203,13 @@ def _einsum(
     dims: Dims | None,
 ) -> jax.Array:
     """``multiply`` of arrays in the compute dtype, with its gradients."""
-    compute, gradient = recipe.compute, recipe.gradient
+    compute = recipe.compute
     assert recipe.accum == ACCUMULATOR, f"sums in {recipe.accum}; products are in {ACCUMULATOR}"
 
     def dot(dot_spec: str, a: jax.Array, b: jax.Array, result: jnp.dtype) -> jax.Array:
         return pinned_einsum(dot_spec, a.astype(compute), b.astype(compute), result=result)
 
-    if isinstance(weight, GatheredWeight):
-        share, value = weight.share, weight.value
-    else:  # both are the parameter, which the backward pass then keeps without a copy
-        share, value = weight, weight
+    share, value = share_and_value(weight)
 
     @jax.custom_vjp
     def product(x: jax.Array, share: jax.Array, value: jax.Array) -> jax.Array:
@@ -194,12 +226,32 @@ def _einsum(
         operands, out_dims = spec.split("->")
         x_dims, weight_dims = operands.split(",")
         dx = dot(f"{out_dims},{weight_dims}->{x_dims}", cotangent, value, x.dtype)
-        handed_on = share.dtype if gradient is None else gradient
-        d_share = dot(f"{x_dims},{out_dims}->{weight_dims}", x, cotangent, handed_on)
-        return dx, d_share.astype(share.dtype), None
+        return dx, weight_gradient(spec, x, cotangent, share, recipe), None
 
     product.defvjp(forward, backward)
     return product(x, share, value)
+
+
+def share_and_value(weight: jax.Array | GatheredWeight) -> tuple[jax.Array, jax.Array]:
+    """Returns the array that receives a weight's gradient, and the one that is multiplied.
+
+    Of an array both are the parameter, which the backward pass then keeps without a copy.
+    """
+    if isinstance(weight, GatheredWeight):
+        return weight.share, weight.value
+    return weight, weight
+
+
+def weight_gradient(
+    spec: str, x: jax.Array, cotangent: jax.Array, share: jax.Array, recipe: Recipe
+) -> jax.Array:
+    """Computes the gradient of the weight of ``einsum(spec, x, weight)``, in ``share``'s dtype."""
+    operands, out_dims = spec.split("->")
+    x_dims, weight_dims = operands.split(",")
+    handed_on = share.dtype if recipe.gradient is None else recipe.gradient
+    held = x.astype(recipe.compute), cotangent.astype(recipe.compute)
+    gradient = pinned_einsum(f"{x_dims},{out_dims}->{weight_dims}", *held, result=handed_on)
+    return gradient.astype(share.dtype)
 
 
 MOST_ROWS = 256
@@ -276,6 +328,7 @@ class Multiply:
         devices: function that returns the ``Devices`` of matmuls in 8 bits.
         few_rows: whether to use ``multiply_few_rows``, on one device and without gradients.
         ordered: product whose rows do not depend on their number, for exact numerics.
+        stream: products that gather or scatter the residual stream themselves.
         watch: function that is called for each matmul while a program is traced, and may replace
             its input; calibration of quantization records inputs with it.
     """
@@ -283,6 +336,7 @@ class Multiply:
     devices: FindDevices = one_device
     few_rows: bool = False
     ordered: OrderedProduct | None = None
+    stream: StreamProduct | None = None
     watch: WatchInput | None = None
 
     def __call__(
@@ -314,6 +368,10 @@ class Multiply:
             return multiply_few_rows(spec, x, weight, recipe=recipe, out=out, residual=residual)
         assert not isinstance(x, Deferred), "Abilities.fuses"
         assert residual is None, "Abilities.fuses"
+        if self.stream is not None and out is None and not isinstance(x, Input):
+            factor = self.stream_factor(spec, weight, dims, recipe=recipe)
+            if factor is not None and self.stream.scatters(spec, factor.dims):
+                return self.stream.scatter(x, factor, recipe=recipe)
         return multiply(
             spec,
             x,
@@ -325,6 +383,17 @@ class Multiply:
             devices=self.devices,
             ordered=self.ordered,
         )
+
+    def stream_factor(
+        self, spec: str, weight: AnyWeight, dims: Dims | None, *, recipe: Recipe
+    ) -> StreamFactor | None:
+        """Returns a weight for products of the stream; None if they do not take it."""
+        is_watched = self.stream is None or self.watch is not None
+        if is_watched or recipe.fp8 is not None or dims is None:
+            return None
+        if isinstance(weight, QuantizedWeight):
+            return None
+        return StreamFactor(spec, *share_and_value(weight), dims)
 
     def swiglu(
         self, x_BTD: Float[Array, "B T D"] | Deferred, weight_DF: AnyWeight, *, recipe: Recipe

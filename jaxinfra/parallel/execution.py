@@ -40,6 +40,7 @@ from jaxinfra.parallel.lookup import ShardedLookup
 from jaxinfra.parallel.loss import TokenLoss
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.recur import ShardedRecurrence
+from jaxinfra.parallel.stream import stream_products
 
 
 def execution_on(
@@ -87,6 +88,7 @@ def execution_on(
             devices=fp8_devices_on(placement),
             few_rows=serves_alone and not policy.is_exact,
             ordered=ordered_product(placement) if policy.is_exact else None,
+            stream=None if policy.is_exact else stream_products(placement),
         ),
         kernels=kernels_on(
             placement,

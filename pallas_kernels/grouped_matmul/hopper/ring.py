@@ -178,6 +178,10 @@ class RingKernel(abc.ABC):
         """Ends a multiplying warpgroup, after its last tile."""
         del smem, wg
 
+    def before_tiles(self, gmem: Any, smem: Any) -> None:
+        """Runs in the loading warpgroup before its first tile."""
+        del gmem, smem
+
     @abc.abstractmethod
     def compute(
         self, gmem: Any, smem: Any, wg: jax.Array, facts: Any, done: jax.Array, constants: Any
@@ -252,6 +256,7 @@ class RingKernel(abc.ABC):
         def _():
             plgpu.set_max_registers(self.registers[1], action="decrease")
             worker = lax.axis_index("worker")
+            self.before_tiles(gmem, smem)
 
             def step(carry):
                 i, index, done, _, place = carry

@@ -1,0 +1,65 @@
+"""Collective matmuls by the Hopper kernels over two GPUs, and on one that is its own peer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.collective_cases import (
+    CollectiveCase,
+    GatherFromItself,
+    ScatterToItself,
+    by_itself,
+    looped,
+    mesh,
+    with_gradients,
+)
+from tests.tolerance import assert_within_rounding
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "one tile": CollectiveCase(B=1, M=512, K=512, N=(512,)),
+    "rows of a batch": CollectiveCase(B=3, M=1024, K=1024, N=(1280, 640)),
+    "transposed": CollectiveCase(B=2, M=2048, K=1536, N=(1024, 512), transposed=True),
+    "many tiles": CollectiveCase(B=1, M=8192, K=1024, N=(4096,)),
+}
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs that reach each other")
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_right_and_repeat_bit_for_bit(name, gathers):
+    case = CASES[name]
+    given = jax.device_put(case.draw(gathers=gathers))
+    run = with_gradients(case, mesh(), "hopper", gathers)
+    first = run(*given)
+    assert_within_rounding(first, case.exact(*given, gathers=gathers, devices=2))
+    for _ in range(100):
+        again = run(*given)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(_bits(a), _bits(b)), again, first)
+
+
+def _bits(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).view(f"uint{8 * x.dtype.itemsize}")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", [GatherFromItself, ScatterToItself])
+@pytest.mark.parametrize(("B", "M", "K", "N"), [(1, 256, 256, 320), (2, 1024, 512, 2112)])
+def test_a_gpu_is_its_own_peer(hopper_gpu, B, M, K, N, kind, transposed):
+    rng = np.random.default_rng(5)
+    gathers = kind is GatherFromItself
+    x = rng.normal(size=(B, M if gathers else 2 * M, K)).astype(jnp.bfloat16)
+    weight = (rng.normal(size=(K, N)) * K**-0.5).astype(jnp.bfloat16)
+    weight = weight.T.copy() if transposed else weight
+    run = jax.jit(functools.partial(looped, kind, transposed=transposed, lead=5))
+    first = run(x, weight)
+    want = by_itself(x, weight, gathers=gathers, transposed=transposed)
+    assert_within_rounding(first["out"], want)
+    if gathers:
+        np.testing.assert_array_equal(_bits(first["gathered"]), x.view(np.uint16))
+    for _ in range(100):
+        np.testing.assert_array_equal(_bits(run(x, weight)["out"]), _bits(first["out"]))
