@@ -19,6 +19,7 @@ from jaxinfra.parallel.stream import StreamProducts, stream_products
 from tests.sharded.test_meshes import assert_as_one_device, run
 
 SPLIT = ShardingConfig(sequence_parallel=True)
+KEPT = ShardingConfig(sequence_parallel=True, keep_gathered=True)
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def _with_gradients(f, *operands):
 
 @pytest.mark.slow
 def test_a_step_whose_projections_gather_the_stream_equals_one_device(traced):
-    how = {"sharding": SPLIT, "remat": Remat.DOTS}
+    how = {"sharding": KEPT, "remat": Remat.DOTS}
     _, result = run("tied", MeshConfig(fsdp=4, tensor=2), **how)
     assert_as_one_device(result, "tied", what="products of the stream")
     assert ("BTD,DF->BTF", "BTD,DF->BTF") in traced, "gate and up"
