@@ -12,7 +12,7 @@ from jaxinfra import axes
 from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
-from jaxinfra.model.projection import Projection, unpacked
+from jaxinfra.model.projection import from_heads, unpacked
 from jaxinfra.model.recurrence import HEADS, GatedNorm, Inward, TokenOperands, recurred
 from jaxinfra.ops.multiply import Deferred
 
@@ -94,14 +94,8 @@ class GatedDelta(nnx.Module):
             gates_first=False,
             execution=execution,
         )
-        self.out = Projection(
-            "BTNH,NHD->BTD",
-            shape=(values, config.value_dim, model_dim),
-            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
-            std=out_std,
-            execution=execution,
-            rngs=rngs,
-        )
+        how = {"std": out_std, "execution": execution, "rngs": rngs}
+        self.out = from_heads(values, value_dim, model_dim, **how)
 
     @property
     def abilities(self) -> Abilities:

@@ -18,7 +18,7 @@ from jaxinfra.model.execution import Execution
 from jaxinfra.model.heads import clipped, head_norm, positioned, segments
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
-from jaxinfra.model.projection import Projection, projected, unpacked
+from jaxinfra.model.projection import Projection, from_heads, projected, unpacked
 from jaxinfra.ops.cached_attention import append_packed_heads, as_cached
 from jaxinfra.ops.multiply import Deferred
 
@@ -64,16 +64,8 @@ class GroupedAttention(nnx.Module):
             self.query = inward(heads, axes.Q_HEADS)
             self.key = inward(kv_heads, axes.KV_HEADS)
             self.value = None if config.values_are_keys else inward(kv_heads, axes.KV_HEADS)
-        self.out = Projection(
-            "BTNH,NHD->BTD",
-            shape=(heads, width, model_dim),
-            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
-            bias_rank=1 if config.out_bias else 0,
-            std=out_std,
-            execution=execution,
-            rngs=rngs,
-        )
-
+        how = {"std": out_std, "execution": execution, "rngs": rngs}
+        self.out = from_heads(heads, width, model_dim, bias=config.out_bias, **how)
         self.sinks = (
             nnx.Param(jnp.zeros(heads, execution.policy.param), axes=(axes.Q_HEADS,))
             if config.sinks
@@ -97,11 +89,7 @@ class GroupedAttention(nnx.Module):
         fuses = self.packed is not None and self.execution.multiply.few_rows
         return Abilities(fuses=fuses, quantizes=True, gathers=self.packed is None)
 
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"] | Deferred,
-        given: Pass,
-    ) -> LayerOutput:
+    def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
         """Attends within x or, where ``given`` has a cache, to the cached tokens and x.
 
         Returns [B, T, D] in the compute dtype, and the cache with x's keys and values.
@@ -205,10 +193,8 @@ class GroupedAttention(nnx.Module):
         """Queries, keys and values, without position; of a packed product, where there is one."""
         if heads_BTNH is None:
             assert not isinstance(x_BTD, Deferred), "Block"
-            layers = (
-                [self.key, self.query] if self.value is None else [self.key, self.value, self.query]
-            )
-            k_BTKH, *v_BTKH, q_BTNH = projected(x_BTD, layers)
+            values = [] if self.value is None else [self.value]
+            k_BTKH, *v_BTKH, q_BTNH = projected(x_BTD, [self.key, *values, self.query])
             return q_BTNH, k_BTKH, v_BTKH[0] if v_BTKH else k_BTKH
         shards = self.execution.place.shards(axes.Q_HEADS)
         first_key = self.config.num_q_heads // shards

@@ -21,7 +21,7 @@ from jaxinfra.model.cache import JointCache, StateCache, TokenCache
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
-from jaxinfra.model.projection import Projection
+from jaxinfra.model.projection import Projection, from_heads
 from jaxinfra.model.rope import apply_rope
 from jaxinfra.ops.attention import expanded
 from jaxinfra.ops.cached_attention import Pages, as_cached
@@ -84,13 +84,8 @@ class LatentAttention(nnx.Module):
         self.kv_norm = latent_norm(config.kv_rank)
         up = (config.kv_rank, heads, config.nope_dim + config.value_dim)
         self.kv_up = inward("BTR,RNH->BTNH", up, by_head)
-        self.out = build(
-            "BTNH,NHD->BTD",
-            shape=(heads, config.value_dim, model_dim),
-            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
-            bias_rank=1 if config.bias else 0,
-            std=out_std,
-        )
+        how = {"std": out_std, "execution": execution, "rngs": rngs}
+        self.out = from_heads(heads, config.value_dim, model_dim, bias=config.bias, **how)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Attends within x or, where ``given`` has a cache, to the cached tokens and x.

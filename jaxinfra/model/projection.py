@@ -8,6 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxinfra import axes
 from jaxinfra.axes import Dims
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.lora import Adapter, RowAdapters
@@ -238,6 +239,28 @@ def projected(
         return [layer(whole_BTD) for layer in layers]
     ys = stream.gather(x, taken, recipe=first.recipe)
     return [layer._finished(x, y) for layer, y in zip(layers, ys, strict=True)]
+
+
+def from_heads(
+    num_heads: int,
+    width: int,
+    model_dim: int,
+    *,
+    bias: bool = False,
+    std: float,
+    execution: Execution,
+    rngs: nnx.Rngs,
+) -> Projection:
+    """Makes a mixer's output projection, from vectors of heads to the model's width."""
+    return Projection(
+        "BTNH,NHD->BTD",
+        shape=(num_heads, width, model_dim),
+        dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
+        bias_rank=1 if bias else 0,
+        std=std,
+        execution=execution,
+        rngs=rngs,
+    )
 
 
 def unpacked(

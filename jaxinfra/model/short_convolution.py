@@ -7,11 +7,10 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfra import axes
 from jaxinfra.config.recurrent import ShortConvolutionConfig
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
-from jaxinfra.model.projection import Projection
+from jaxinfra.model.projection import Projection, from_heads
 from jaxinfra.model.recurrence import HEADS, Inward, convolved
 
 
@@ -39,15 +38,8 @@ class ShortConvolution(nnx.Module):
         self.value_conv = make.convolution(
             *sizes, config.conv_width, bias=config.bias, activates=False
         )
-        self.out = Projection(
-            "BTNH,NHD->BTD",
-            shape=(*sizes, model_dim),
-            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
-            bias_rank=1 if config.bias else 0,
-            std=out_std,
-            execution=execution,
-            rngs=rngs,
-        )
+        how = {"std": out_std, "execution": execution, "rngs": rngs}
+        self.out = from_heads(*sizes, model_dim, bias=config.bias, **how)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Computes outputs [B, T, D] in the compute dtype, from the cached inputs if there are any.

@@ -15,7 +15,7 @@ from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.gated_delta import initial_decay_log, initial_step_bias
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
-from jaxinfra.model.projection import Projection
+from jaxinfra.model.projection import from_heads
 from jaxinfra.model.recurrence import HEADS, GatedNorm, Inward, TokenOperands, recurred
 
 
@@ -65,15 +65,8 @@ class StateSpace(nnx.Module):
             execution=execution,
         )
         self.norm = None if together is None else norm(num_together=together)
-        self.out = Projection(
-            "BTNH,NHD->BTD",
-            shape=(values, config.value_dim, model_dim),
-            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
-            bias_rank=1 if config.bias else 0,
-            std=out_std,
-            execution=execution,
-            rngs=rngs,
-        )
+        how = {"std": out_std, "execution": execution, "rngs": rngs}
+        self.out = from_heads(values, value_dim, model_dim, bias=config.bias, **how)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Computes outputs [B, T, D] in the compute dtype, from the cached state if there is one.
