@@ -8,6 +8,7 @@ import hashlib
 import os
 import pathlib
 import platform
+import sys
 
 import fast_compiling
 
@@ -33,6 +34,8 @@ import jax
 import jaxlib
 import pytest
 import shape_checks
+from hypothesis.internal import charmap
+from hypothesis.internal.intervalsets import IntervalSet
 
 # By default a seventh of the time goes to collecting garbage. Rarer than in commands
 # (jaxinfra.cli.entry), whose programs are few: traces of many leave more behind.
@@ -84,6 +87,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 # By default every worker reads the syntax of all product modules, for constants to draw from.
 hypothesis.internal.conjecture.providers.is_local_module_file = lambda path: False
+# And in a new checkout tries which of all characters UTF-8 has: all but surrogates.
+_UTF8 = IntervalSet(((0, 0xD7FF), (0xE000, sys.maxunicode))), IntervalSet(())
+charmap.intervals_from_codec = {"utf-8": _UTF8}.__getitem__
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what a command's -m does not name

@@ -100,6 +100,7 @@ SPLITS = {
     "custom-call-gqa-Explicit",
     "xla-sinks-and-bias-Explicit",
     "custom-call-too-few-kv-heads-Auto",
+    "custom-call-mqa-Explicit",
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 @pytest.mark.parametrize(
@@ -242,6 +243,7 @@ def test_shard_map_over_a_part_of_the_mesh(check_vma):
     assert_equal(compiled(*placed, masks, d_out, d_lse), unsharded(4, 4, True, None))
 
 
+@pytest.mark.slow_cases("xla")
 @pytest.mark.parametrize("name", BOTH)
 def test_keys_that_all_devices_share(name):
     """Queries split over their positions, keys whole: gradients of the keys sum over devices."""

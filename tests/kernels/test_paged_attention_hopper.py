@@ -218,6 +218,7 @@ SHAPES = [
     "128-1-32-32-128-128-16-bfloat16",
     "1-1-64-8-128-128-128-bfloat16",
     "2-2-128-1-192-128-64-bfloat16",
+    "8-300-24-8-64-64-256-bfloat16",
 )
 @pytest.mark.parametrize(
     ("shape", "dtype"),

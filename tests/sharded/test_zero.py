@@ -54,7 +54,7 @@ def num_parameters() -> int:
     return built("fsdp=8").model.num_parameters
 
 
-@pytest.mark.slow_cases("fsdp=8-2")
+@pytest.mark.slow_cases("fsdp=8-2", "fsdp=8-3")
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [

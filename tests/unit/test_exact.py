@@ -63,6 +63,13 @@ def test_scores_of_an_engine_are_those_of_training():
     assert engine.scheduler.num_preemptions > 0
     assert max(each.num_cached for each in found) >= 8  # pages of a shared prefix
     assert num_different(found, trained_scores(definition, tree, found)) == 0
+
+
+@pytest.mark.slow
+def test_fast_numerics_have_scores_of_their_own():
+    config = dense(attention=WINDOWED, **WIDE)
+    definition, tree = made(config, PolicyName.BF16)
+    found = sampled(Engine(definition.bind(tree), options=SMALL_CHUNKS))
     fast = define_model(config, execution_on(policy=policy(PolicyName.BF16, Numerics.FAST)))
     assert num_different(found, trained_scores(fast, tree, found, differentiated=False)) > 0
 

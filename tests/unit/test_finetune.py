@@ -124,6 +124,7 @@ def test_it_resumes_without_what_it_started_from(full, place):
     assert losses(copy) == losses(full)
 
 
+@pytest.mark.slow
 def test_it_goes_back_as_it_came(full, place):
     out = place / "out"
     assert main(["convert", str(full), str(out)]) == 0

@@ -34,7 +34,7 @@ VALUES = (
     *(0, -1, 1, 2, 3, 7, -5, 1 << 40, 10**30, 10**400, 1.5, -0.0, 1e308, 1e-320, 1e20, "9" * 400),
     _LEFT_OUT,
 )
-_FEW = 150  # of an artefact, where not all are tried
+_FEW = 80  # of an artefact, where not all are tried
 
 type Read = Callable[[Any], object]
 

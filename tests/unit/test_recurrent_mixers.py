@@ -136,6 +136,7 @@ def test_documents_of_a_row_do_not_see_each_other(name):
         close(packed[:, start:stop], model(tokens[:, start:stop]))
 
 
+@pytest.mark.slow_cases("delta_of_channels")
 @pytest.mark.parametrize("name", ["gated_delta", "delta_of_channels"])
 def test_the_serving_form_packs_projections_of_one_input(name):
     """The packed weight has the gate's columns, and a head of beta's and decay's, where these are

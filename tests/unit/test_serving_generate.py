@@ -156,6 +156,7 @@ def test_few_shapes_serve_all_lengths():
 TEXT = "é日🙂"  # 2, 3 and 4 bytes, no byte twice
 
 
+@pytest.mark.slow
 def test_text_is_streamed_in_whole_characters():
     model = successor_model([ord("a"), *TEXT.encode(), bytes_tokenizer().eos_id])
     pieces = list(generate_text(model, "a", max_new_tokens=20, sampling=GREEDY))
