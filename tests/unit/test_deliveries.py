@@ -11,6 +11,7 @@ import prometheus_client
 import pytest
 
 from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.requests import (
     EndReason,
     GenerationRequest,
@@ -200,3 +201,38 @@ def test_a_histogram_counts_as_the_client_librarys():
         assert ours.get_sample_value(name, each) == pytest.approx(
             theirs.get_sample_value(name, each)
         )
+
+
+class Counted:
+    """An engine that ends each request in the step after it was submitted."""
+
+    def __init__(self):
+        self.waiting: list[int] = []
+        self.taken: list[int] = []  # requests that came before each step
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting)
+
+    def check(self, request) -> None:
+        del request
+
+    def submit(self, request) -> int:
+        self.waiting.append(request)
+        return request
+
+    def step(self):
+        ended, self.waiting = self.waiting, []
+        self.taken.append(len(ended))
+        return [RequestProgress(request=each, end=EndReason.LENGTH) for each in ended]
+
+
+def test_steps_go_on_while_many_requests_arrive():
+    engine, ended = Counted(), []
+    thread = EngineThread(engine, max_open=1000)
+    thread.submit([*range(200)], lambda place, progress: ended.append((place, progress.request)))
+    thread.start()
+    assert thread.drain(60)
+    thread.close()
+    assert ended == [(i, i) for i in range(200)]
+    assert max(engine.taken) <= 64

@@ -15,6 +15,7 @@ from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, Reque
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0  # that a step may take after the last request's time is up
+_TAKEN = 64  # new requests that are taken in between two steps, for which the device may wait
 
 
 class OverloadError(JaxinfraError):
@@ -171,8 +172,8 @@ class EngineThread:
             self.fail(error)
 
     def _take_in(self) -> bool:
-        """Passes new submissions and cancellations to the engine, or waits for some; False at the
-        end.
+        """Passes some new submissions and all cancellations to the engine, or waits for some; False
+        at the end.
         """
         with self._changed:
             self._step_begun = None
@@ -186,7 +187,8 @@ class EngineThread:
                 )
             )
             self._step_begun = time.monotonic()
-            arrived, self._arrived = self._arrived, []
+            most = None if self._is_closed else _TAKEN
+            arrived, self._arrived = self._arrived[:most], self._arrived[most:] if most else []
             cancelled, self._cancelled = self._cancelled, []
             works, self._works = self._works, []
             if self._is_closed:

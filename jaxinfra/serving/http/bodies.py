@@ -167,7 +167,8 @@ class ClientBody(Setting):
                 case dict() as each:
                     found += (*each, *each.values())
                 case list() as each:
-                    found += each
+                    # Not the token ids, of which there are many.
+                    found += [part for part in each if not isinstance(part, int)]
                 case str() as each if not is_text(each):
                     raise ValueError(f"{each[:40]!a} holds half a character; send whole ones")
         return body
