@@ -7,6 +7,7 @@ a batch has the same bits in training and in serving, whatever is computed besid
 Dims: M row, R row of a tile, D width.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,17 +16,34 @@ import jax.numpy as jnp
 TILE_ROWS = 32
 
 
+@jax.custom_jvp
 def pinned(product: jax.Array) -> jax.Array:
-    """Returns a product unchanged; a sum that reads it cannot become a fused multiply-add."""
+    """Returns a product unchanged; a sum that reads it cannot become a fused multiply-add.
+
+    Its gradient passes through, so that nothing is kept for the backward pass.
+    """
     return jnp.where(product == product, product, jnp.asarray(jnp.nan, product.dtype))
 
 
+@pinned.defjvp
+def _pinned_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]):
+    return pinned(*primals), tangents[0]
+
+
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Casts x to a float dtype with a rounding that no compiler leaves out."""
-    if dtype.itemsize >= x.dtype.itemsize:
-        return x.astype(dtype)
+    """Casts x to a float dtype with a rounding that no compiler leaves out; gradients are cast."""
+    return x.astype(dtype) if dtype.itemsize >= x.dtype.itemsize else _rounded(x, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: jnp.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]):
+    return _rounded(primals[0], dtype), tangents[0].astype(dtype)
 
 
 def by_tiles(compute: Callable[[jax.Array], jax.Array], x_MD: jax.Array) -> jax.Array:

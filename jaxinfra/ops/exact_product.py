@@ -25,7 +25,7 @@ from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 SPLIT_DIMS = frozenset({Q_HEADS, KV_HEADS, MLP, VOCAB})
 """Logical dims of weights that are cut into parts."""
 MOST_PARTS = 4
-LEAST_WIDTH = 128  # of a weight's dims, that the kernels take
+LEAST_WIDTH, WIDTH_MULTIPLE = 128, 64  # of a weight's dims, that the kernels take
 
 
 def are_kernels() -> bool:
@@ -45,7 +45,8 @@ def ordered_einsum(
     shards: int = 1,
     gather: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Computes ``einsum(spec, x, weight)`` of operands of one dtype, with sums in fp32.
+    """Computes ``einsum(spec, x, weight)`` of operands of one dtype, with sums in fp32. For kernels
+    the weight may be fp32 beside 16 bits.
 
     An element depends on its row of x and its column of the weight alone. It has no gradient.
 
@@ -98,9 +99,16 @@ def ordered_einsum(
 def _by_kernel(
     x_MK: jax.Array, weight: jax.Array, *, is_transposed: bool, out: jnp.dtype
 ) -> jax.Array:
-    """The product by a Hopper kernel; an adapter's rank is filled up with zeros, which add none."""
+    """The product by a Hopper kernel; an adapter's rank is filled up with zeros, which add none.
+
+    An fp32 weight, such as a router's, is three addends of x's dtype, one below the other.
+    """
     depth, width = weight.shape[::-1] if is_transposed else weight.shape
     more_K, more_N = (max(LEAST_WIDTH - size, 0) for size in (depth, width))
+    if weight.dtype.itemsize > x_MK.dtype.itemsize:
+        x_MK = jnp.concatenate([x_MK] * 3, axis=1)
+        weight = jnp.concatenate(three_parts(weight, x_MK.dtype), axis=1 if is_transposed else 0)
+        more_K, more_N = max(LEAST_WIDTH - 3 * depth, 0), more_N or -width % WIDTH_MULTIPLE
     more = ((0, more_N), (0, more_K)) if is_transposed else ((0, more_K), (0, more_N))
     try:
         y_MN = pallas_kernels.ordered_matmul(
@@ -112,6 +120,15 @@ def _by_kernel(
     except pallas_kernels.UnsupportedError as error:
         raise UnsupportedError(f"numerics=exact: {error}; set numerics=fast") from error
     return y_MN[:, :width]
+
+
+def three_parts(weight: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:
+    """Returns three arrays of bf16 whose sum is the fp32 weight; in fp16 small ones are lost."""
+    found = []
+    for _ in range(3):
+        found.append(rounded(weight, dtype))
+        weight = weight - found[-1].astype(weight.dtype)
+    return found
 
 
 def _parts(x_MK: jax.Array, weight_KN: jax.Array, depth: int, width: int) -> jax.Array:

@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 import pallas_kernels
 from jaxinfra.numerics.exact import pinned
@@ -74,7 +75,6 @@ def whole_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(rows_MD, ((0, -rows_MD.shape[0] % multiple), (0, 0)))
 
 
-@jax.custom_vjp
 def ordered_logsumexp(x: jax.Array) -> jax.Array:
     """Computes log(sum(exp(x))) over the last dim, kept with size 1."""
     if device.target().is_gpu:
@@ -86,17 +86,33 @@ def ordered_logsumexp(x: jax.Array) -> jax.Array:
     return largest + jnp.log(ordered_sum(jnp.exp(x - largest)))
 
 
-def _logsumexp_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    total = ordered_logsumexp(x)
-    return total, (x, total)
+LOGSUMEXP_NAME = "ordered_logsumexp"
+"""Checkpoint name of what the gradient of ``ordered_log_probability`` needs besides the logits."""
 
 
-def _logsumexp_backward(kept: tuple[jax.Array, jax.Array], d_total: jax.Array) -> tuple[jax.Array]:
-    x, total = kept
-    return (jnp.exp(x - total) * d_total,)
+@jax.custom_vjp
+def ordered_log_probability(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Computes the log probability of one id, [...], under logits [..., V]."""
+    return _log_probability(logits, ids)[0]
 
 
-ordered_logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)
+def _log_probability(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    total = ordered_logsumexp(logits)
+    return (jnp.take_along_axis(logits, ids[..., None], axis=-1) - total)[..., 0], total
+
+
+def _log_probability_forward(logits: jax.Array, ids: jax.Array):
+    value, total = _log_probability(logits, ids)
+    return value, (logits, ids, checkpoint_name(total, LOGSUMEXP_NAME))
+
+
+def _log_probability_backward(kept: tuple[jax.Array, ...], d_value: jax.Array):
+    logits, ids, total = kept
+    is_id = jax.lax.broadcasted_iota(ids.dtype, logits.shape, ids.ndim) == ids[..., None]
+    return (is_id.astype(logits.dtype) - jnp.exp(logits - total)) * d_value[..., None], None
+
+
+ordered_log_probability.defvjp(_log_probability_forward, _log_probability_backward)
 
 
 def ordered_softmax(x: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Fp8Recipe, Recipe
 from jaxinfra.ops.activation import activated
+from jaxinfra.ops.exact_product import are_kernels
 from jaxinfra.ops.fp8 import named
 from jaxinfra.ops.quantized import QuantizedWeight
 from pallas_kernels import UnsupportedError as KernelUnsupported
@@ -355,8 +356,10 @@ def _product(
     )
 
 
-def _implementation(recipe: Recipe) -> Literal["auto", "ordered"]:
-    return "ordered" if recipe.is_exact else "auto"
+def _implementation(recipe: Recipe) -> Literal["auto", "hopper", "ordered"]:
+    if not recipe.is_exact:
+        return "auto"
+    return "hopper" if are_kernels() else "ordered"  # whose rows know of no other row either
 
 
 def _stored(weight: jax.Array | QuantizedWeight, recipe: Recipe) -> jax.Array:

@@ -23,6 +23,7 @@ from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.exact import rounded
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
+from jaxinfra.ops.exact_product import are_kernels
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
 from jaxinfra.ops.fp8_devices import STREAM_TOKENS, FindDevices, one_device
 from jaxinfra.ops.fp8_operands import Input
@@ -215,7 +216,9 @@ def _einsum(
     def product(x: jax.Array, share: jax.Array, value: jax.Array) -> jax.Array:
         if ordered is None:
             return dot(spec, x, value, out or compute)
-        operands = rounded(x, compute), rounded(value, compute)
+        # Operands of kernels are stored, and so rounded. None of them gets more bits than it has.
+        cast = _narrowed if are_kernels() else rounded
+        operands = [cast(each, compute) for each in (x, value)]
         return ordered(spec, *operands, out=out or compute, dims=dims)
 
     def forward(x: jax.Array, share: jax.Array, value: jax.Array):
@@ -252,6 +255,10 @@ def weight_gradient(
     held = x.astype(recipe.compute), cotangent.astype(recipe.compute)
     gradient = pinned_einsum(f"{x_dims},{out_dims}->{weight_dims}", *held, result=handed_on)
     return gradient.astype(share.dtype)
+
+
+def _narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return x.astype(dtype) if dtype.itemsize < x.dtype.itemsize else x
 
 
 MOST_ROWS = 256

@@ -18,7 +18,7 @@ from jaxinfra.data.pairs import BAD
 from jaxinfra.data.whole_rows import MOST_PAIRS
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
-from jaxinfra.ops.exact_rows import ordered_logsumexp
+from jaxinfra.ops.exact_rows import LOGSUMEXP_NAME, ordered_log_probability
 
 _SUREST = -1e-6
 """Largest mean log probability in ORPO's odds, which are infinite at probability 1."""
@@ -357,9 +357,9 @@ def _log_probabilities(
 
     def some(hidden_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         logits_BTV = decoder.logits(hidden_BTD)
-        at_BT1 = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)
         if model.execution.policy.is_exact:
-            return (at_BT1 - ordered_logsumexp(logits_BTV))[..., 0]
+            return ordered_log_probability(logits_BTV, targets_BT)
+        at_BT1 = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)
         return at_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=-1)
 
     with jax.named_scope("loss"):
@@ -377,7 +377,9 @@ def _log_probabilities(
         def in_chunks(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x.reshape(rows, num_chunks, -1, *x.shape[2:]), 1, 0)
 
+        kept = jax.checkpoint_policies.save_only_these_names(LOGSUMEXP_NAME)
         each = jax.lax.map(
-            lambda part: jax.checkpoint(some)(*part), (in_chunks(hidden_BTD), in_chunks(targets_BT))
+            lambda part: jax.checkpoint(some, policy=kept)(*part),
+            (in_chunks(hidden_BTD), in_chunks(targets_BT)),
         )
         return jnp.moveaxis(each, 0, 1).reshape(rows, length)

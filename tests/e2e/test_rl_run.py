@@ -140,17 +140,18 @@ def test_exact_numerics_leave_no_difference_between_engine_and_trainer(
 ):
     """In every step: with prompts in chunks, shared prefixes, and requests that are preempted."""
     monkeypatch.chdir(bench.place)
-    engines = []
+    preemptions, cached_tokens, release = [], [], Engine.release
 
-    def engine(*arguments, **options) -> Engine:
-        engines.append(Engine(*arguments, **options))
-        return engines[-1]
+    def counted(engine: Engine) -> None:  # before the next rollout counts anew
+        preemptions.append(engine.scheduler.num_preemptions)
+        cached_tokens.append(engine.counts.cached_tokens)
+        release(engine)
 
     small = EngineOptions(
         page_size=4, num_pages=17, max_step_tokens=20, chunk_sizes=(8,), max_piece_rows=1
     )
     monkeypatch.setattr(sampler, "options_on", lambda platform: small)
-    monkeypatch.setattr(sampler, "Engine", engine)
+    monkeypatch.setattr(Engine, "release", counted)
     rows = [{"prompt": f"a number: {n}=", "answer": str(n)} for n in range(20)]
     (bench / "long.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     learn = jaxinfra.RlConfig(prompts=str(bench / "long.jsonl"), reward="own_rewards:by_length")
@@ -168,9 +169,8 @@ def test_exact_numerics_leave_no_difference_between_engine_and_trainer(
         assert [each[f"rl/engine_{name}"] for each in records] == [value] * 8
     assert [each["rl/ratio"] for each in records] == [1.0] * 8
     assert records[-1]["rl/kl"] > 0.0  # steps have changed the weights
-    (made,) = engines
-    assert made.counts.cached_tokens > 0
-    assert made.scheduler.num_preemptions > 0
+    assert max(cached_tokens) > 0
+    assert max(preemptions) > 0
 
 
 @pytest.mark.slow
@@ -196,7 +196,10 @@ def test_an_own_algorithm_of_forty_lines_learns(bench, start, monkeypatch):
 @pytest.mark.timeout(600)
 def test_a_model_comes_nearer_to_its_teacher(bench, start):
     """A random model to another one, whose probabilities are all that it learns from."""
-    learn = RlConfig(prompts=str(bench / "p.jsonl"), reward="zero", group_size=1, max_new_tokens=6)
+    learn = RlConfig(
+        prompts=str(bench / "p.jsonl"), reward="zero", algorithm="reinforce++", group_size=1,
+        max_new_tokens=6,
+    )  # fmt: skip
     sizes = ["training.batch_size=16", "training.sequence_length=16", "training.steps=1"]
     teacher = small_run.config_of(*sizes, "model.init_std=0.3", "training.seed=5")
     jaxinfra.rl(dataclasses.replace(teacher, rl=learn), bench / "teacher")

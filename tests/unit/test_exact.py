@@ -20,8 +20,9 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.exactness import check_exact
 from jaxinfra.model.execution import Recomputation
+from jaxinfra.numerics.exact import pinned, rounded
 from jaxinfra.ops.exact_attention import exact_attention
-from jaxinfra.ops.exact_rows import whole_tiles
+from jaxinfra.ops.exact_rows import ordered_log_probability, whole_tiles
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
@@ -142,7 +143,6 @@ def test_layers_that_were_not_compared_on_a_gpu_are_refused():
     changed = {
         "latent attention": {"mixer": LATENT},
         "kind=gelu": {"feed_forward": MlpConfig(hidden_dim=8, kind=MlpKind.GELU)},
-        "experts": {"feed_forward": ExpertsConfig(num_experts=2, top_k=1, hidden_dim=8)},
         "norms other than RMSNorm": {"norm": NormConfig(kind=NormKind.LAYER)},
     }
     execution = execution_on(policy=policy(PolicyName.BF16))
@@ -209,7 +209,7 @@ def test_attention_that_was_not_compared_on_a_gpu_is_refused():
     config = dense(attention=WINDOWED).blocks[0].mixer
     q, k = (jax.ShapeDtypeStruct((1, 64, n, 8), jnp.bfloat16) for n in (4, 2))
     attend = functools.partial(exact_attention, config=config, segment_ids_BT=None)
-    with compiling_for(H200), pytest.raises(UnsupportedError, match=r"window=5.*head_dim=8"):
+    with compiling_for(H200), pytest.raises(UnsupportedError, match=r"sinks=True.*head_dim=8"):
         jax.eval_shape(attend, q, k, k)
 
 
@@ -240,3 +240,24 @@ def test_forward_passes_of_one_width_have_key_tiles_of_one_size():
         if kernel == "forward":
             sizes.setdefault(key.split()[0], set()).add(config.block_kv)
     assert all(len(each) == 1 for each in sizes.values()), sizes
+
+
+def test_gradients_of_exact_numerics_are_those_of_fast_ones():
+    """And nothing is kept for them but logits and one sum of each row."""
+    logits = 3.0 * jax.random.normal(jax.random.key(0), (2, 5, 11))
+    ids = jax.random.randint(jax.random.key(1), (2, 5), 0, 11)
+    weights = jnp.arange(10.0).reshape(2, 5)
+
+    def exact(logits):
+        return jnp.sum(weights * ordered_log_probability(pinned(logits), ids))
+
+    def fast(logits):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], axis=-1)
+        return jnp.sum(weights * chosen[..., 0])
+
+    (value, gradient), wanted = (jax.value_and_grad(f)(logits) for f in (exact, fast))
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, wanted[1], atol=1e-5)
+    assert rounded(jnp.float32(1.001), jnp.dtype("bfloat16")) == jnp.bfloat16(1.0)
+    _, backward = jax.vjp(lambda x: rounded(pinned(x), jnp.dtype("bfloat16")), logits)
+    assert not jax.tree.leaves(backward)

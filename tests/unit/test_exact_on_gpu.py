@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jaxinfra.config.model import stacked
+from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.model.cache import PagedCache
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import stored_as_computed
-from jaxinfra.ops.exact_product import ordered_einsum
+from jaxinfra.ops.exact_product import ordered_einsum, three_parts
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.preferences import target_values
 from pallas_kernels.common.device import H200, compiling_for
@@ -98,15 +98,42 @@ def test_all_sums_of_an_engine_step_are_in_kernels_of_one_order(model, rows, len
 @pytest.mark.slow
 def test_all_sums_of_a_training_pass_are_in_kernels_of_one_order(model):
     definition, _ = model
+    kernels, sums = traced_scores(definition)
+    assert not kernels - KERNELS
+    assert not sums
+
+
+def traced_scores(definition):
 
     def scores(tree, ids, targets):
         return target_values(definition, tree, definition.bind(tree).hidden(ids), targets)
 
     with compiling_for(H200):
         traced = jax.make_jaxpr(scores)(definition.arrays, INT32((5, 64)), INT32((5, 64)))
-    kernels, sums = kernels_and_sums(traced.jaxpr)
+    return kernels_and_sums(traced.jaxpr)
+
+
+@pytest.mark.slow
+def test_products_of_experts_and_their_router_are_in_kernels_of_one_order(model):
+    block = model[0].config.blocks[0]
+    experts = ExpertsConfig(
+        num_experts=6, top_k=2, hidden_dim=128, shared_hidden_dim=128, shared_gate=True
+    )
+    block = dataclasses.replace(block, feed_forward=experts)
+    config = dataclasses.replace(model[0].config, stacks=stacked(block, num_layers=1))
+    with compiling_for(H200):
+        kernels, sums = traced_scores(
+            define_model(config, execution_on(policy=policy(PolicyName.BF16)))
+        )
     assert not kernels - KERNELS
-    assert not sums
+    assert sums == {"reduce_sum"}  # of a chosen expert's score and zeros
+
+
+def test_an_fp32_weight_is_the_sum_of_three_of_sixteen_bits():
+    weight = jax.random.normal(jax.random.key(1), (64, 48)) * jnp.logspace(-9.0, 3.0, 48)[None]
+    parts = jax.jit(functools.partial(three_parts, dtype=jnp.dtype("bfloat16")))(weight)
+    assert {part.dtype.name for part in parts} == {"bfloat16"}
+    assert jnp.array_equal(sum(part.astype(jnp.float32) for part in reversed(parts)), weight)
 
 
 def test_an_adapters_rank_is_filled_up_for_the_kernels():

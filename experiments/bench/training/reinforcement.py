@@ -6,7 +6,8 @@
   Llama 3.2 1B, and the programs that were compiled meanwhile;
 - ``loop``: steps of GRPO with some layers of Qwen3 4B's shapes, and the same completions and
   training steps alone. ``share`` is the time of both alone divided by the loop's;
-- ``memory``: the peak of the device, and what ``jaxinfra memory`` foretells.
+- ``adapters``: a step of Llama 3 8B with adapters, the device's peak in it, and what
+  ``jaxinfra memory`` foretells.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import collections
 import dataclasses
 import json
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from jaxinfra.reinforcement.rollouts import RolloutBatches
 from jaxinfra.reinforcement.sampler import Sampler
 from jaxinfra.runtime.compile_cache import keep_compiled_programs
 from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit, memory_stats
-from jaxinfra.training.job import Job, make_job
+from jaxinfra.training.job import Job, lower_step, make_job
 
 PROMPT = 63  # characters, each a token
 
@@ -85,6 +88,13 @@ def hand_over(place: Path) -> None:
     tell("hand_over", host_ready_compiled=found)
 
 
+def compile_ahead(job: Job) -> threading.Thread:
+    """Compiles a training step for the cache while the engine's programs are compiled."""
+    thread = threading.Thread(target=lambda: lower_step(job).compile())
+    thread.start()
+    return thread
+
+
 def loop(place: Path, *, layers: int, completions: int, length: int, steps: int) -> None:
     """Runs the loop, then its two phases alone."""
     model = dataclasses.replace(
@@ -100,6 +110,7 @@ def loop(place: Path, *, layers: int, completions: int, length: int, steps: int)
         model, place, *sizes, group_size=8, max_new_tokens=length, max_running=completions
     )
     job = make_job(config)
+    ahead = compile_ahead(job)
     state = job.initialize()
     tell("loop", parameters=job.model.num_parameters, layers=layers, completions=completions)
     batches = RolloutBatches(job, RunDirectory(place / "run"), bytes_tokenizer(), say=print)
@@ -110,6 +121,7 @@ def loop(place: Path, *, layers: int, completions: int, length: int, steps: int)
         batches.follow(state)
         batch = job.put(next(batches))
         sampled = time.perf_counter()
+        ahead.join()
         state, _ = jax.block_until_ready(job.train_step(state, batch))
         whole_s, step_s = time.perf_counter() - began, time.perf_counter() - sampled
         record = batches.read(step + 1)
@@ -118,8 +130,10 @@ def loop(place: Path, *, layers: int, completions: int, length: int, steps: int)
     state, _ = jax.block_until_ready(job.train_step(state, batch))
     alone_s = time.perf_counter() - began
     tokens = completions * record["rl/length"]
-    sampler = batches._episodes._player._sampler  # whose programs are compiled
-    engine_s = _engine_alone_s(sampler, job, state, completions=completions)
+    episodes = batches._episodes
+    contexts = {place: each.ids for place, each in enumerate(episodes._prompts_of(steps - 1))}
+    # The sampler's programs are compiled.
+    engine_s = _engine_alone_s(episodes._player._sampler, job, state, contexts)
     batches.close()
     tell(
         "loop",
@@ -129,12 +143,12 @@ def loop(place: Path, *, layers: int, completions: int, length: int, steps: int)
         loop_s=whole_s,
         tokens_per_s=tokens / whole_s,
     )
-    _compare(config)
 
 
-def _engine_alone_s(sampler: Sampler, job: Job, state: Any, *, completions: int) -> float:
-    """Seconds of the engine for as many completions, with nothing beside it."""
-    contexts = {n: [256, *(48 + n // 8 % 10,) * PROMPT] for n in range(completions)}
+def _engine_alone_s(
+    sampler: Sampler, job: Job, state: Any, contexts: dict[int, Sequence[int]]
+) -> float:
+    """Seconds of the engine for the completions of these contexts, with nothing beside it."""
     sampler.renew(job.model.frozen, state.tree)
     began = time.perf_counter()
     collections.deque(sampler.sample(contexts, seed=1, is_over=lambda: False), maxlen=0)
@@ -143,13 +157,14 @@ def _engine_alone_s(sampler: Sampler, job: Job, state: Any, *, completions: int)
     return seconds
 
 
-def _compare(config: RunConfig) -> None:
+def _compare(config: RunConfig, **figures: Any) -> None:
     """Tells the peak so far beside what is foretold."""
     peak = memory_stats(jax.local_devices()[0])["peak_bytes_in_use"]
     began = time.perf_counter()
     found = rollout_memory(config, limit_bytes=memory_limit())
     tell(
-        "memory",
+        "adapters",
+        **figures,
         peak=peak,
         foretold=found.bytes,
         ratio=found.bytes / peak,
@@ -167,6 +182,7 @@ def adapters(place: Path) -> None:
         llama3_8b(), place, *sizes, lora=lora, group_size=8, max_new_tokens=64, max_running=8
     )
     job = make_job(config)
+    ahead = compile_ahead(job)
     shapes, places = job.model.frozen, job.frozen_shardings
     job = job.with_frozen(
         jax.jit(
@@ -179,15 +195,16 @@ def adapters(place: Path) -> None:
     (place / "adapters").mkdir()
     batches.follow(state)
     batch = job.put(next(batches))
+    ahead.join()
     jax.block_until_ready(job.train_step(state, batch))
     batches.close()
-    _compare(config)
+    _compare(config, parameters=job.model.num_parameters)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=["hand_over", "loop", "adapters"])
-    parser.add_argument("--layers", type=int, default=12, help="of the 36 of Qwen3 4B")
+    parser.add_argument("--layers", type=int, default=8, help="of the 36 of Qwen3 4B")
     parser.add_argument("--completions", type=int, default=512)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=2)
