@@ -319,8 +319,11 @@ class StreamDecoder:
         self._before = self._tokenizer.decode(self._shown)
         return text
 
-    def flush(self) -> str:
-        """Returns the remaining text at the end; an incomplete character becomes U+FFFD."""
+    def flush(self, last: Sequence[int] = ()) -> str:
+        """Returns the remaining text at the end, that of the last tokens with it; an incomplete
+        character becomes U+FFFD.
+        """
+        self._held += last
         text = self._pending() if self._held else ""
         self._shown, self._held, self._before = [], [], ""
         return text

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxinfra.config.run import RunConfig
-from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
 from jaxinfra.errors import CheckpointError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.serving_form import serving_parameters
@@ -101,11 +101,9 @@ class Sampler:
         if self._form is not self.definition:
             tree = serving_parameters(self._form, tree)
         if self._engine is None:
-            # All ids may be sampled, those that the tokenizer does not know too: the trainer's
-            # probabilities are over all of them.
-            self._engine = Engine(
-                self._form.bind(tree), tokenizer=self._tokenizer, options=self._options
-            )
+            # Without a tokenizer: text is of whole completions. All ids may be sampled, those that
+            # the tokenizer does not know too: the trainer's probabilities are over all of them.
+            self._engine = Engine(self._form.bind(tree), options=self._options)
         else:
             self._engine.renew(tree)
 
@@ -142,7 +140,7 @@ class Sampler:
                 choice=place,
                 eos_ids=frozenset(self._tokenizer.end_ids),
             )
-            growing[engine.submit(request)] = _Growing(place=place)
+            growing[engine.submit(request)] = _Growing(place=place, before=ids)
         while engine.is_busy and not is_over():
             for progress in engine.step():
                 each = growing[progress.request]
@@ -150,7 +148,7 @@ class Sampler:
                 if progress.end is EndReason.ERROR:
                     raise CheckpointError(f"completion {each.place} of a rollout: {NOT_FINITE}")
                 if progress.end is not None:
-                    yield each.ended(progress.end)
+                    yield each.ended(progress.end, self._tokenizer)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -158,22 +156,22 @@ class _Growing:
     """A completion whose tokens are still coming."""
 
     place: int
+    before: Sequence[int]  # tokens that it follows
     ids: list[int] = dataclasses.field(default_factory=list)
     log_probabilities: list[float] = dataclasses.field(default_factory=list)
-    text: str = ""
 
     def add(self, progress: RequestProgress) -> None:
         self.ids += progress.tokens
         self.log_probabilities += [each.logprob for each in progress.scores]
-        self.text += progress.text
 
-    def ended(self, end: EndReason) -> Completion:
+    def ended(self, end: EndReason, tokenizer: Tokenizer) -> Completion:
         assert len(self.ids) == len(self.log_probabilities), "one log probability for each token"
+        said = self.ids[:-1] if end is EndReason.EOS else self.ids  # an end token has no text
         return Completion(
             place=self.place,
             ids=tuple(self.ids),
             log_probabilities=tuple(self.log_probabilities),
-            text=self.text,
+            text=StreamDecoder(tokenizer, self.before).flush(said),
             is_cut=end is not EndReason.EOS,
         )
 

@@ -60,6 +60,7 @@ def test_the_stream_of_arbitrary_tokens_is_their_decoding(tokenizer: Tokenizer, 
     decoder = StreamDecoder(tokenizer)
     streamed = "".join(decoder.push(i) for i in ids) + decoder.flush()
     assert streamed == tokenizer.decode(ids)
+    assert StreamDecoder(tokenizer).flush(ids) == streamed
 
 
 def test_an_incomplete_character_is_held_back_and_flushed():

@@ -163,6 +163,17 @@ def test_a_program_that_is_not_made_yet_is_covered_by_a_larger_one():
     assert programs.ready(KEYS[2]) == KEYS[2]
 
 
+def test_scores_alone_have_a_program_of_their_own_where_none_with_all_settings_is_made():
+    programs = made(None)
+    plain, wide = KEYS[0], dataclasses.replace(KEYS[2], is_full=True)
+    scored, full = (dataclasses.replace(plain, **{name: True}) for name in ("is_scored", "is_full"))
+    programs.make([plain, wide])
+    assert programs.ready(scored) == scored
+    assert not plain.covers(scored)
+    programs.make([full])
+    assert programs.ready(scored) == full
+
+
 def test_scratch_memory_beyond_the_estimate_is_noted_for_the_next_start(tmp_path, caplog):
     store, key = ProgramStore(tmp_path), KEYS[0]
 

@@ -194,13 +194,8 @@ def _of_row(
 
 
 def _score(scores: LogProbabilities, place: int, number: int) -> TokenScore:
-    return TokenScore(
-        logprob=float(scores.chosen_B[place]),
-        top=tuple(
-            zip(
-                scores.top_ids_BK[place, :number].tolist(),
-                scores.top_BK[place, :number].tolist(),
-                strict=True,
-            )
-        ),
-    )
+    value = float(scores.chosen_B[place])
+    if not number:
+        return TokenScore(logprob=value, top=())
+    ids_K, top_K = (x[place, :number].tolist() for x in (scores.top_ids_BK, scores.top_BK))
+    return TokenScore(logprob=value, top=tuple(zip(ids_K, top_K, strict=True)))

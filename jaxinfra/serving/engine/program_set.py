@@ -36,9 +36,11 @@ class ProgramKey:
     length: int = 1
     is_fresh: bool = False
     is_full: bool = False
+    is_scored: bool = False  # returns the sampled tokens' log-probabilities, as a full one does
 
     def __str__(self) -> str:
         kind = " from position 0" * self.is_fresh + " with all settings" * self.is_full
+        kind += " with scores" * self.is_scored
         return f"{self.name} {self.rows} x {self.length}{kind}"
 
     def covers(self, other: "ProgramKey") -> bool:
@@ -54,6 +56,7 @@ class ProgramKey:
             and (decodes or (self.length > 1) == (other.length > 1))
             and (other.is_fresh or not self.is_fresh)
             and (self.is_full or not other.is_full)
+            and (self.is_full or self.is_scored or not other.is_scored)
         )
 
 
@@ -334,9 +337,11 @@ class ProgramSet:
 
     def ready(self, key: ProgramKey) -> ProgramKey:
         """Returns a key whose program is ready and covers ``key``: the smallest; else ``key``."""
-        if key in self._made or not self._waited:
+        if key in self._made:
             return key
         found = [each for each in list(self._made) if each.covers(key)]
+        if not self._waited:  # those with scores alone are none of those that a server makes
+            found = [each for each in found if key.is_scored and each.rows == key.rows]
         return min(found, key=lambda each: each.rows * each.length, default=key)
 
     def get(self, key: ProgramKey) -> Callable[..., Any]:

@@ -84,6 +84,7 @@ class Weights:
 
 WORD_BITS = 32
 _PLAIN = SamplingNeeds(noise=True)
+_SCORED = SamplingNeeds(noise=True, logprobs=0)
 _FULL = SamplingNeeds(noise=True, cuts=True, bias=True, penalties=True, logprobs=MOST_LOGPROBS)
 _DRAFTED = SamplingNeeds(noise=True, cuts=True, bias=True)
 
@@ -161,6 +162,7 @@ def step(
     config: ProgramConfig,
     is_fresh: bool,
     is_full: bool,
+    is_scored: bool = False,
 ) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None], DeviceState]:
     """Runs the model on the rows' new tokens, and samples one token per row, int32 [B].
 
@@ -170,9 +172,12 @@ def step(
     Args:
         is_fresh: every row starts at position 0, so its tokens attend only to each other.
         is_full: apply all sampling settings and return log-probabilities; else temperature only.
+        is_scored: return log-probabilities of the sampled tokens without all settings.
     """
     x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
-    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, is_full=is_full)
+    drawn, state = _drawn(
+        weights, state, rows, x_BTD, config=config, is_full=is_full, is_scored=is_scored
+    )
     if config.drafts_itself:
         model = _model(weights, rows, config)
         state = _looked_ahead(model, state, rows, x_BTD, drawn[0], is_fresh=is_fresh)
@@ -236,13 +241,14 @@ def _drawn(
     *,
     config: ProgramConfig,
     is_full: bool,
+    is_scored: bool = False,
 ) -> tuple[tuple[jax.Array, LogProbabilities | None], DeviceState]:
     """Samples the token after each row's last one; returns it, its score and the new state."""
     model = _model(weights, rows, config)
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B11 = jnp.maximum(rows.field("count") - 1, 0)[:, None, None]
     logits_B1V, total_B11 = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)
-    needs, allowed_BW, history = _PLAIN, None, None
+    needs, allowed_BW, history = _SCORED if is_scored else _PLAIN, None, None
     if is_full:
         needs, allowed_BW = _FULL, _allowed(state, rows)
         history, state = _history(state, rows)

@@ -23,6 +23,14 @@ class EndReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Asked(enum.IntEnum):
+    """What a request asks of a step that draws its next token; each does what those before do."""
+
+    DRAW = 0  # at a temperature
+    SCORE = 1  # also the drawn token's log-probability
+    ALL = 2
+
+
 class Constraint(Protocol):
     """A grammar's limit on which tokens may come next; each request has its own object."""
 
@@ -73,10 +81,15 @@ class GenerationRequest:
         return zlib.crc32(self.seed.to_bytes(num_bytes, "little", signed=True))
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the request has no constraint and no sampling setting except a temperature."""
+    def asks(self) -> Asked:
+        """What drawing its tokens takes."""
         plain = SamplingConfig(temperature=self.sampling.temperature)
-        return self.constraint is None and self.sampling == plain
+        if self.constraint is not None or self.scores_prompt:
+            return Asked.ALL
+        if self.sampling == plain:
+            return Asked.DRAW
+        is_scored = self.sampling == dataclasses.replace(plain, logprobs=0)
+        return Asked.SCORE if is_scored else Asked.ALL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,10 +148,10 @@ class RequestStream:
     # First tokens in common with running requests, by their numbers, while it waits.
     common: dict[int, int] = dataclasses.field(default_factory=dict)
     is_over: bool = False
-    is_plain: bool = dataclasses.field(init=False)  # as the request
+    asks: Asked = dataclasses.field(init=False)  # as the request
 
     def __post_init__(self) -> None:
-        self.is_plain = self.request.is_plain
+        self.asks = self.request.asks
 
     @property
     def can_be_drafted(self) -> bool:

@@ -57,6 +57,7 @@ from jaxinfra.serving.engine.programs import (
     ProgramConfig,
     Weights,
 )
+from jaxinfra.serving.engine.requests import Asked
 from jaxinfra.serving.program_store import Noted, ProgramStore
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, TokenHistory
 
@@ -334,8 +335,8 @@ class ModelRunner:
         if name == "step" and length > 1 and rows[0].stream.request.scores_prompt:
             name = "score"
         is_chunk = name == "step" and length > 1
-        is_plain = all(row.stream.is_plain for row in rows)
-        is_asked = not is_plain and any(
+        asked = max(row.stream.asks for row in rows)
+        is_asked = asked is not Asked.DRAW and any(
             row.stream.request.sampling.logprobs is not None for row in rows
         )
         wanted = ProgramKey(
@@ -343,7 +344,8 @@ class ModelRunner:
             rows=self._limits.rows(len(rows)),
             length=length,
             is_fresh=is_chunk and all(row.start == 0 for row in rows),
-            is_full=is_chunk or (name != "score" and not is_plain),
+            is_full=is_chunk or (name != "score" and asked is Asked.ALL),
+            is_scored=not is_chunk and name == "step" and asked is Asked.SCORE,
         )
         key = self.programs.ready(wanted)
         if len(rows) > key.rows:  # as yet only programs of one row are there
@@ -354,7 +356,7 @@ class ModelRunner:
             length=key.length,
             sampling=self._sampling_rows([row.stream.request.sampling for row in rows], key.rows),
             masks=masks,
-            counted=() if is_plain else self._counted(rows),
+            counted=self._counted(rows) if asked is Asked.ALL else (),
         )
         arguments: list[Any] = [inputs]
         if name == "score":
@@ -457,7 +459,8 @@ class ModelRunner:
                 function, arguments = programs.begin_history, (state, one, ids, one, one)
             case _:
                 kind = {} if key.name == "score" else {"is_full": key.is_full}
-                kind |= {"is_fresh": key.is_fresh} if key.name == "step" else {}
+                if key.name == "step":
+                    kind |= {"is_fresh": key.is_fresh, "is_scored": key.is_scored}
                 program = getattr(programs, key.name)
                 function = functools.partial(program, config=self._config, **kind)
                 rows = [GREEDY] * key.rows
