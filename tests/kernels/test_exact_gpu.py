@@ -12,6 +12,7 @@ import pallas_kernels
 from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import Numerics, PolicyName
 from jaxinfra.config.rope import RopeConfig
+from jaxinfra.model import exactness
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.rope import apply_rope, rope_table
@@ -101,7 +102,9 @@ EXPERTS = ExpertsConfig(
 @pytest.mark.parametrize(
     ("kv_heads", "window", "experts"), [(4, 21, None), (2, None, EXPERTS)], ids=["dense", "experts"]
 )
-def test_scores_of_an_engine_are_those_of_training(kv_heads, window, experts):
+def test_scores_of_an_engine_are_those_of_training(kv_heads, window, experts, monkeypatch):
+    if experts is not None:  # refused until this has passed
+        monkeypatch.setattr(exactness, "_not_compared", lambda config: ())
     config = dense(
         model_dim=256, heads=(8, kv_heads), head_dim=128, hidden_dim=256, vocab_size=192,
         tie_embeddings=False, attention={"window": window},

@@ -24,7 +24,7 @@ class EndReason(enum.StrEnum):
 
 
 class Asked(enum.IntEnum):
-    """What a request asks of a step that draws its next token; each does what those before do."""
+    """Demands of a request on the step that draws its next token; each includes those before it."""
 
     DRAW = 0  # at a temperature
     SCORE = 1  # also the drawn token's log-probability
@@ -82,7 +82,7 @@ class GenerationRequest:
 
     @property
     def asks(self) -> Asked:
-        """What drawing its tokens takes."""
+        """The request's demands on steps that draw its tokens."""
         plain = SamplingConfig(temperature=self.sampling.temperature)
         if self.constraint is not None or self.scores_prompt:
             return Asked.ALL
