@@ -83,8 +83,7 @@ class Weights:
 
 
 WORD_BITS = 32
-_PLAIN = SamplingNeeds(noise=True)
-_SCORED = SamplingNeeds(noise=True, logprobs=0)
+_PLAIN, _SCORED = SamplingNeeds(noise=True), SamplingNeeds(noise=True, logprobs=0)
 _FULL = SamplingNeeds(noise=True, cuts=True, bias=True, penalties=True, logprobs=MOST_LOGPROBS)
 _DRAFTED = SamplingNeeds(noise=True, cuts=True, bias=True)
 
@@ -175,9 +174,8 @@ def step(
         is_scored: return log-probabilities of the sampled tokens without all settings.
     """
     x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
-    drawn, state = _drawn(
-        weights, state, rows, x_BTD, config=config, is_full=is_full, is_scored=is_scored
-    )
+    needs = _FULL if is_full else _SCORED if is_scored else _PLAIN
+    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, needs=needs)
     if config.drafts_itself:
         model = _model(weights, rows, config)
         state = _looked_ahead(model, state, rows, x_BTD, drawn[0], is_fresh=is_fresh)
@@ -201,7 +199,7 @@ def score(
         num_top=MOST_LOGPROBS,
         total_B1=None if total_BT1 is None else total_BT1.reshape(-1, 1),
     )
-    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, is_full=True)
+    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, needs=_FULL)
     if config.drafts_itself:
         state = _looked_ahead(_model(weights, rows, config), state, rows, x_BTD, drawn[0])
     return (*drawn, of_prompt), state
@@ -240,17 +238,16 @@ def _drawn(
     x_BTD: jax.Array,
     *,
     config: ProgramConfig,
-    is_full: bool,
-    is_scored: bool = False,
+    needs: SamplingNeeds,
 ) -> tuple[tuple[jax.Array, LogProbabilities | None], DeviceState]:
     """Samples the token after each row's last one; returns it, its score and the new state."""
     model = _model(weights, rows, config)
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B11 = jnp.maximum(rows.field("count") - 1, 0)[:, None, None]
     logits_B1V, total_B11 = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)
-    needs, allowed_BW, history = _SCORED if is_scored else _PLAIN, None, None
-    if is_full:
-        needs, allowed_BW = _FULL, _allowed(state, rows)
+    allowed_BW = history = None
+    if needs is _FULL:
+        allowed_BW = _allowed(state, rows)
         history, state = _history(state, rows)
     drawn = sample(
         logits_B1V[:, 0],
