@@ -17,7 +17,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def loop(place: Path, *, layers: int, completions: int, length: int, steps: int)
 
 
 def _engine_alone_s(
-    sampler: Sampler, job: Job, state: Any, contexts: dict[int, Sequence[int]]
+    sampler: Sampler, job: Job, state: Any, contexts: Mapping[int, Sequence[int]]
 ) -> float:
     """Seconds of the engine for the completions of these contexts, with nothing beside it."""
     sampler.renew(job.model.frozen, state.tree)
