@@ -57,9 +57,13 @@ _LETTERS = slice(ord("a"), ord("z") + 1)
 _LOUDER = 8.0  # what letters' logits are multiplied by: each token is then a character
 
 
-def write_served_model(path: Path) -> Path:
-    """Writes a tiny random model (fixed seed) with a byte tokenizer, for the faults' servers."""
-    definition = define_model(SERVED_CONFIG, execution_on())
+def write_served_model(path: Path, config: ModelConfig = SERVED_CONFIG) -> Path:
+    """Writes a tiny random model (fixed seed) with a byte tokenizer, for the faults' servers.
+
+    Args:
+        config: of a model with an embedding and an unembedding of 258 tokens.
+    """
+    definition = define_model(config, execution_on())
     rng = np.random.default_rng(0)
     arrays = jax.tree.map(
         lambda leaf: rng.normal(0.0, 0.4, leaf.shape).astype(leaf.dtype), definition.shapes

@@ -52,8 +52,9 @@ from pallas_kernels.hopper.cluster_sums import WIDTH
 from pallas_kernels.quantized_weight import WeightCode, WeightFormat, arranged, round_weight
 
 BF16 = jnp.dtype(jnp.bfloat16)
-LAYERS = {  # model width, q and kv heads' width, hidden width
+LAYERS = {  # model width, packed heads' width, hidden width
     "8b": (4096, 6144, 14_336),
+    "9b": (4096, 12_416, 12_288),  # hybrid: with gates, and numbers per head
     "1b": (2048, 3072, 8192),
 }
 WEIGHTS = {
@@ -296,7 +297,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--tables", type=pathlib.Path, help="folder whose table takes the times")
     parser.add_argument("--budget", type=float, default=80.0, help="seconds in all")
-    parser.add_argument("--layers", nargs="+", default=[*LAYERS], choices=[*LAYERS])
+    parser.add_argument("--layers", nargs="+", default=["8b", "1b"], choices=[*LAYERS])
     parser.add_argument("--weights", nargs="+", default=[*WEIGHTS], choices=[*WEIGHTS])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
     args = parser.parse_args()

@@ -1,6 +1,7 @@
 """Thousands of requests, some of them bad, on one server: is anything wrong, lost or growing?
 
     python -m experiments.bench.serving.serve_endurance --requests 10000
+    python -m experiments.bench.serving.serve_endurance --hybrid # a state beside attention
 
 The gym's model is served by a process of its own. Clients ask for continuations of random lengths,
 whole and as streams; a tenth go away within the stream, some send what is no request, some go away
@@ -30,8 +31,10 @@ import numpy as np
 from experiments.bench.environment import environment
 from experiments.bench.serving.serve import events, served
 from jaxinfra.checkpoint.finite import nonfinite_allowed
+from jaxinfra.config.model import ModelConfig, stacked
+from jaxinfra.config.recurrent import GatedDeltaConfig
 from jaxinfra.errors import JaxinfraError
-from jaxinfra.faults.servers import CONTEXT, POISON, write_served_model
+from jaxinfra.faults.servers import CONTEXT, POISON, SERVED_CONFIG, write_served_model
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import load
@@ -41,6 +44,14 @@ SERVER = ("--allow-nonfinite", "--max-running", "8", "--num-pages", "14", "--max
 MOST_NEW = 24
 SHARES = {"cancelled": 0.10, "malformed": 0.05, "disconnected": 0.05, "poisoned": 0.01}
 _LOOKS = 40  # number of samples of the server's memory
+
+
+def hybrid() -> ModelConfig:
+    """The served model, with a layer of the gated delta rule before that of attention."""
+    (attention,) = SERVED_CONFIG.blocks
+    mixer = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8)
+    delta = dataclasses.replace(attention, mixer=mixer)
+    return dataclasses.replace(SERVED_CONFIG, stacks=stacked(delta, attention, num_layers=2))
 
 
 class Wrong(JaxinfraError):
@@ -252,10 +263,17 @@ def judged(clients: Clients, requests: int) -> dict[str, Any]:
     }
 
 
-def run(requests: int, *, number: int = 16, prompts: int = 96, seed: int = 0) -> dict[str, Any]:
+def run(
+    requests: int,
+    *,
+    number: int = 16,
+    prompts: int = 96,
+    seed: int = 0,
+    config: ModelConfig = SERVED_CONFIG,
+) -> dict[str, Any]:
     """All of it; raises Wrong where something is."""
     with tempfile.TemporaryDirectory() as made:
-        model = write_served_model(pathlib.Path(made) / "model")
+        model = write_served_model(pathlib.Path(made) / "model", config)
         known, tokenizer = expected(model, prompts)
         with served(str(model), [*SERVER]) as url:
             clients = Clients(url, known, tokenizer, seed=seed)
@@ -275,9 +293,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hybrid", action="store_true", help="a model that also has a state")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
-    result = run(args.requests, number=args.clients, seed=args.seed)
+    config = hybrid() if args.hybrid else SERVED_CONFIG
+    result = run(args.requests, number=args.clients, seed=args.seed, config=config)
     told = {name: value for name, value in result.items() if name != "memory"}
     print(json.dumps(told, indent=1))
     if args.out is not None:
