@@ -18,6 +18,7 @@ from jaxinfra.config.recurrent import (
 )
 from jaxinfra.config.rope import QueryScaling, RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
+from jaxinfra.config.shared_keys import check_shared
 from jaxinfra.errors import ConfigError, UnsupportedError
 
 
@@ -53,6 +54,9 @@ class GroupedAttentionConfig:
     # A number per head that multiplies the distance to a key, subtracted from scores (ALiBi,
     # Press et al. 2022): BLOOM, MPT.
     distance_slopes: tuple[float, ...] | None = None
+    # Later layers attend to this layer's keys and values, which they name: Gemma 3n, Gemma 4.
+    gives_keys: str | None = None  # name of this layer's
+    takes_keys: str | None = None  # name of an earlier layer's; this layer has none of its own
     # Your own attention by name (jaxinfra.part): (q, k, v, *, mask, distance) -> out.
     function: str | None = None
 
@@ -114,7 +118,9 @@ class GroupedAttentionConfig:
 
     @property
     def cache(self) -> CacheSpec:
-        """The cache: a key and a value of every key/value head."""
+        """The cache: a key and a value of every key/value head; nothing with ``takes_keys``."""
+        if self.takes_keys is not None:
+            return CacheSpec(arrays=(), window=self.window)
         shape = (self.num_kv_heads, self.head_dim)
         dims = (axes.KV_HEADS, axes.HEAD)
         return CacheSpec(
@@ -338,6 +344,8 @@ class ExpertsConfig:
     # Width that routed experts read and write, projected from and to the model's: Nemotron 3.
     latent_dim: int | None = None  # None: the model's own width
     shared_gate: bool = False  # Qwen2-MoE scales the shared expert by a learned gate
+    # Norms before and after routed and shared experts apart, and of the router's input: Gemma 4.
+    norms: NormConfig | None = None  # None: the block's norm is that of all
 
     def __post_init__(self) -> None:
         if self.hidden_dim < 1 or self.shared_hidden_dim < 0:
@@ -351,6 +359,8 @@ class ExpertsConfig:
             raise ConfigError(
                 "kind=xielu has learned numbers, which experts do not; choose another"
             )
+        if self.norms is not None and not self.shared_hidden_dim:
+            raise ConfigError("norms of experts apart, without shared ones; set shared_hidden_dim")
         if self.shared_gate and not self.shared_hidden_dim:
             raise ConfigError("shared_gate scales a shared expert; set shared_hidden_dim")
         check_choice(self.routing, num_experts=self.num_experts, top_k=self.top_k)
@@ -385,6 +395,7 @@ class BlockConfig:
     branches: Branches = Branches.SEQUENTIAL  # what the feed-forward layer reads
     residual_scale: float = 1.0  # multiplies what each layer adds to the stream: Granite
     stream_scale: bool = False  # a learned number multiplies the stream after the block: Gemma 4
+    layer_input_dim: int = 0  # width of an input that this layer alone has: Gemma 3n, Gemma 4
 
     def __post_init__(self) -> None:
         is_parallel = self.branches is not Branches.SEQUENTIAL
@@ -467,6 +478,7 @@ class ModelConfig:
     position_offset: int = 0  # rows of that table before position 0's: OPT has 2
     embedding_scale: float = 1.0  # multiplies token embeddings; Gemma: sqrt(model_dim)
     embedding_norm: NormConfig | None = None  # norm of the embeddings: BLOOM
+    layer_input_rows: int = 0  # rows of the table of layers' inputs; ids beyond read row 0
     final_norm: NormConfig = NormConfig()  # before the logits
     head: Head = Head.LOGITS  # what the model computes after each token: logits, or a score
     logit_scale: float = 1.0  # multiplies the final norm's output, and so logits: Cohere, Granite
@@ -502,6 +514,7 @@ class ModelConfig:
             raise ConfigError(f"logit_scale={self.logit_scale} must be positive")
         if self.mtp_weight < 0.0 or (self.mtp and self.head is Head.SCORE):
             raise ConfigError(f"mtp_weight={self.mtp_weight} below 0, or mtp with head=score")
+        check_shared(self)
         if self.position_offset < 0 or (self.position_offset and not self.learned_positions):
             raise ConfigError(
                 f"position_offset={self.position_offset}: rows of a learned table before the first "

@@ -39,6 +39,7 @@ class RoutingConfig:
     # it by balance.bias_rate towards even loads (arXiv 2408.15664).
     correction_bias: bool = False
     tolerance: float = 0.02  # of sparse_mixer: relative distance to the best logit
+    expert_scales: bool = False  # a learned number multiplies each expert's weight: Gemma 4
     scales_inputs: bool = False  # weights multiply an expert's input, not its output: Llama 4
 
     def __post_init__(self) -> None:

@@ -181,10 +181,19 @@ def _weight_map(
         tensors={tensor.name: tensor for tensor in tensors},
         places=places,
         root=table.root,
-        ignored=re.compile(table.ignored) if table.ignored else None,
+        ignored=_ignored(table, config),
         extra=(_layer_names(table), config.num_layers + config.mtp) if table.extra_layers else None,
         tied=tied,
     )
+
+
+def _ignored(table: WeightTable, config: ModelConfig) -> re.Pattern[str] | None:
+    """The pattern of tensors that the model does not read."""
+    patterns = [] if table.ignored is None else [table.ignored]
+    for number, block in enumerate(config.layers):
+        if table.takers_have and getattr(block.mixer, "takes_keys", None) is not None:
+            patterns.append(re.escape(table.layer_prefix.format(number)) + table.takers_have)
+    return re.compile("|".join(patterns)) if patterns else None
 
 
 def _head(table: WeightTable) -> str:

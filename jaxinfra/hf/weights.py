@@ -43,6 +43,8 @@ class WeightTable:
     outside: tuple[Rule, ...]
     root: str  # prefix of all names; files of a model without its head lack it
     ignored: str | None = None  # pattern of tensors that are not weights
+    # Pattern, behind the layer's prefix, of tensors that layers with others' keys do not read.
+    takers_have: str | None = None
     # Files may have layers after the model's last: further modules of multi-token prediction, or
     # all of them, which are left out.
     extra_layers: bool = False

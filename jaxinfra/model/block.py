@@ -32,6 +32,7 @@ from jaxinfra.config.recurrent import (
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.attention_beside_state import AttentionBesideState
 from jaxinfra.model.dropout import dropout
 from jaxinfra.model.execution import Execution
@@ -39,6 +40,7 @@ from jaxinfra.model.experts import Experts
 from jaxinfra.model.gated_delta import GatedDelta
 from jaxinfra.model.grouped_attention import GroupedAttention
 from jaxinfra.model.latent_attention import LatentAttention
+from jaxinfra.model.layer_inputs import LayerInput
 from jaxinfra.model.lora import Adapter
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
@@ -123,12 +125,16 @@ class Block(nnx.Module):
         mixes, feeds = not isinstance(config.mixer, NoMixer), config.feed_forward is not None
         self.attention_norm = build() if is_before and mixes else None
         self.attention = layer(config.mixer) if mixes else None
-        self.mlp_norm = build() if is_before and feeds and not is_shared else None
+        feeds_normed = isinstance(config.feed_forward, ExpertsConfig) and config.feed_forward.norms
+        is_normed = is_before and feeds and not is_shared and not feeds_normed
+        self.mlp_norm = build() if is_normed else None
         self.mlp = layer(config.feed_forward) if feeds else None
         self.attention_abilities = _abilities(config.mixer, self.attention)
         self.mlp_abilities = _abilities(config.feed_forward, self.mlp)
         self.attention_post_norm = build() if is_behind and mixes else None
         self.mlp_post_norm = build() if is_behind and feeds else None
+        given = {"model_dim": model_dim, "std": std, "execution": execution, "rngs": rngs}
+        self.layer_input = LayerInput(config, **given) if config.layer_input_dim else None
         ones = jnp.ones(1, execution.policy.param)
         self.stream_scale = nnx.Param(ones, axes=(None,)) if config.stream_scale else None
         labels = []
@@ -187,6 +193,9 @@ class Block(nnx.Module):
     def _output(
         self, x_BTD: jax.Array, outs: Mapping[str, LayerOutput], given: Pass
     ) -> LayerOutput:
+        if self.layer_input is not None:
+            with jax.named_scope("layer_input"):
+                x_BTD = self._add(x_BTD, self.layer_input(x_BTD, _own_input(given)), None, None)
         if self.stream_scale is not None:
             accum = self.execution.policy.to_accum
             scale_111 = jnp.expand_dims(accum(self.stream_scale[...]), (0, 1))
@@ -247,6 +256,15 @@ class Block(nnx.Module):
             branch_BTD, rate=self.dropout_rate, key=key, place=self.execution.place
         )
         return self.execution.place(policy.added(x_BTD, branch_BTD), _STREAM)
+
+
+def _own_input(given: Pass) -> jax.Array:
+    if given.input_BTP is None:
+        raise UnsupportedError(
+            "layer_input_dim where layers run apart from the embedding, as in a pipeline: layers' "
+            "inputs are not sent along; use fsdp and tensor"
+        )
+    return given.input_BTP
 
 
 def _abilities(config: Any, layer: Any) -> Abilities:

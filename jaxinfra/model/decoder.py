@@ -22,11 +22,12 @@ from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import after_pass, is_tentative
-from jaxinfra.model.dropout import dropout
+from jaxinfra.model.dropout import dropout, keys_of_stacks
 from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.empty_cache import empty_cache
 from jaxinfra.model.exactness import check_exact
 from jaxinfra.model.execution import Execution
+from jaxinfra.model.layer_inputs import LayerInputs, by_stack, with_shared
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
 from jaxinfra.model.mtp import MultiTokenPrediction, without_extras
 from jaxinfra.model.norm import Norm
@@ -65,15 +66,9 @@ class Decoder(nnx.Module):
         is_scored = config.head is Head.SCORE
         tied, rows = config.tie_embeddings and not is_scored, config.vocab_size
         self.embedding = table(num_rows=rows, rows_dim=axes.VOCAB, matmul=tied)
-        self.positions = (
-            table(
-                num_rows=config.max_positions + config.position_offset,
-                rows_dim=axes.POSITION,
-                matmul=False,
-            )
-            if config.learned_positions
-            else None
-        )
+        places = {"num_rows": config.max_positions + config.position_offset, "matmul": False}
+        has_places = config.learned_positions
+        self.positions = table(**places, rows_dim=axes.POSITION) if has_places else None
         self.blocks = nnx.List(
             [
                 self._stack(i, block, repeats, rngs)
@@ -87,14 +82,17 @@ class Decoder(nnx.Module):
             Norm, shape=(config.model_dim,), dims=(axes.EMBED,), execution=execution
         )
         self.embedding_norm = norm(config.embedding_norm) if config.embedding_norm else None
+        self.layer_inputs = (
+            LayerInputs(config, execution=execution, rngs=rngs) if config.layer_input_rows else None
+        )
         self.final_norm = norm(config.final_norm)
         head = (1, axes.SCORE) if is_scored else (rows, axes.VOCAB)
         self.unembedding = None if tied else table(num_rows=head[0], rows_dim=head[1], matmul=True)
-        self.logit_bias = (
-            nnx.Param(jnp.zeros(rows, execution.policy.param), axes=(axes.VOCAB,))
-            if config.logit_bias and not is_scored
-            else None
+        has_bias, zeros = (
+            config.logit_bias and not is_scored,
+            jnp.zeros(rows, execution.policy.param),
         )
+        self.logit_bias = nnx.Param(zeros, axes=(axes.VOCAB,)) if has_bias else None
         self.mtp = self._prediction(rngs) if config.mtp else None
 
     def _prediction(self, rngs: nnx.Rngs) -> MultiTokenPrediction:
@@ -229,7 +227,7 @@ class Decoder(nnx.Module):
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
-        embed_key, stack_keys = self._dropout_keys(dropout_key)
+        embed_key, stack_keys = keys_of_stacks(dropout_key, self.config.stacks)
         x_BTD = self.embed(token_ids, positions, embed_key)
         given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
         ropes = self.rope_tables(positions, contexts)
@@ -237,21 +235,25 @@ class Decoder(nnx.Module):
         whole = whole_step(x_BTD, self.config, blocks, self.execution, given, ropes, cache)
         if whole is not None:
             return dataclasses.replace(whole, x=self.normalized(whole.x))
+        own = None if self.layer_inputs is None else self.layer_inputs(token_ids, x_BTD)
+        extras = by_stack(own, self.config.stacks, stack_keys)
         caches, sums, num_blocks, handed_on = [], [], 0, None
-        for each, keys in zip(self.config.stacks, stack_keys, strict=True):
+        for each, extra in zip(self.config.stacks, extras, strict=True):
             places = slice(num_blocks, num_blocks + len(each.pattern))
             num_blocks = places.stop
+            before = None if cache is None else cache[places]
             out = self._run_stack(
                 x_BTD,
                 each,
                 places,
                 given,
                 ropes=ropes[places],
-                keys=keys,
-                cache=None if cache is None else cache[places],
+                extra=extra,
+                cache=before,
                 behind=behind if num_blocks == len(self.config.blocks) else None,
             )
             x_BTD, handed_on = out.x, out.behind
+            given, out = with_shared(given, out, each, before)
             caches += out.cache or ()
             sums += out.sums
         return LayerOutput(
@@ -261,21 +263,6 @@ class Decoder(nnx.Module):
             behind=handed_on,
         )
 
-    def _dropout_keys(
-        self, key: jax.Array | None
-    ) -> tuple[jax.Array | None, list[jax.Array | None]]:
-        """Splits a key into the embedding's and each stack's, [repeats, pattern]; None if None."""
-        stacks = self.config.stacks
-        if key is None:
-            return None, [None] * len(stacks)
-        embed_key, blocks_key = jax.random.split(key)
-        layer_keys, begin, by_stack = jax.random.split(blocks_key, self.config.num_layers), 0, []
-        for each in stacks:
-            end = begin + len(each.pattern) * each.repeats
-            by_stack.append(layer_keys[begin:end].reshape(each.repeats, len(each.pattern)))
-            begin = end
-        return embed_key, by_stack
-
     def _run_stack(
         self,
         x_BTD: jax.Array,
@@ -284,16 +271,15 @@ class Decoder(nnx.Module):
         given: Pass,
         *,
         ropes: Sequence[RopeTable | None],
-        keys: jax.Array | None,
+        extra: tuple[jax.Array | None, ...],
         cache: KVCache | None,
         behind: Any,
     ) -> LayerOutput:
-        """Runs one stack of layers.
+        """Runs one stack of layers, whose pattern has these places among the blocks.
 
         Args:
-            places: of its pattern among the blocks.
             ropes: one for each block of the pattern.
-            keys: of dropout, [repeats, pattern].
+            extra: keys of dropout, and layers' own inputs if any: [repeats, pattern, ...].
         """
         repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.recomputation.unroll)
         kinds = in_eight_bits(self.config, self.execution.policy, places)
@@ -303,7 +289,7 @@ class Decoder(nnx.Module):
         if cache is not None and is_straight:
             blocks = self._blocks_at(places)
             with jax.named_scope("layer"):
-                return run_unrolled(x_BTD, blocks, kinds, given, tuple(ropes), cache)
+                return run_unrolled(x_BTD, blocks, kinds, given, tuple(ropes), cache, extra[1:])
         computed = {
             kind: self.repetition(places, given, ropes=ropes, cache=cache, number=kinds.index(kind))
             for kind in dict.fromkeys(kinds)
@@ -318,7 +304,7 @@ class Decoder(nnx.Module):
                 places.start,
                 in_loop=unroll < repeats,
             )
-            start, layers = (x_BTD, stored), (indices, computed[kinds[0]][1], keys)
+            start, layers = (x_BTD, stored), (indices, computed[kinds[0]][1], *extra)
             if len(set(steps)) > 1 or (cache is None and 1 < repeats == unroll):
                 # Experts have most of the weights: joining their gradients is most of an update.
                 kinds_of = {type(block.feed_forward) for block in self.config.blocks[places]}

@@ -1,9 +1,12 @@
 """Dropout whose mask depends on a token's row and position, not on how the batch is sharded."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from jaxinfra.config.model import Stack
 from jaxinfra.model.execution import Place
 
 
@@ -31,3 +34,18 @@ def dropout(
 
     kept_BT = jax.vmap(jax.vmap(keeps))(keys_BT)
     return jnp.where(kept_BT, x_BT / (1.0 - rate), jnp.zeros_like(x_BT))
+
+
+def keys_of_stacks(
+    key: jax.Array | None, stacks: Sequence[Stack]
+) -> tuple[jax.Array | None, list[jax.Array | None]]:
+    """Splits a key into the embedding's and each stack's, [repeats, pattern]; None if None."""
+    if key is None:
+        return None, [None] * len(stacks)
+    sizes = [len(each.pattern) * each.repeats for each in stacks]
+    embed_key, blocks_key = jax.random.split(key)
+    layer_keys, begin, by_stack = jax.random.split(blocks_key, sum(sizes)), 0, []
+    for each, size in zip(stacks, sizes, strict=True):
+        by_stack.append(layer_keys[begin : begin + size].reshape(each.repeats, len(each.pattern)))
+        begin += size
+    return embed_key, by_stack

@@ -3,6 +3,7 @@
 Dims: B batch, T position, D model width, E experts, F hidden width, K experts of a token.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 from jaxinfra import axes
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.model.execution import Execution
+from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, ModelState, Pass, Sums, joined
 from jaxinfra.model.projection import HIDDEN, Projection
 from jaxinfra.model.routing import EvenLoads, ExpertChoice, balance_sums, choose, within_capacity
@@ -99,6 +101,22 @@ class Experts(nnx.Module):
         self._add_latent(build, (model_dim, width), std=std, out_std=out_std)
         self._add_shared(build, (model_dim, config.shared_hidden_dim), std=std, out_std=out_std)
 
+    def _add_norms(self, model_dim: int) -> None:
+        """Adds the norms of routed and shared experts and of the router, where they are apart, and
+        experts' scales.
+        """
+        kind = self.config.norms
+        ones = jnp.ones(self.config.num_experts, self.execution.policy.param)
+        has_scales = self.config.routing.expert_scales
+        self.expert_scale = nnx.Param(ones, axes=(None,)) if has_scales else None
+
+        def norm() -> Norm | None:
+            given = {"shape": (model_dim,), "dims": (axes.EMBED,), "execution": self.execution}
+            return None if kind is None else Norm(kind, **given)
+
+        self.router_norm, self.routed_norm, self.shared_norm = norm(), norm(), norm()
+        self.routed_post_norm, self.shared_post_norm = norm(), norm()
+
     def _add_latent(
         self,
         build: Callable[..., Projection],
@@ -125,6 +143,7 @@ class Experts(nnx.Module):
         out_std: float,
     ) -> None:
         """Adds the expert that all tokens pass, where the config has one."""
+        self._add_norms(shape[0])
         inward, outward = (axes.EMBED, axes.MLP), (axes.MLP, axes.EMBED)
         has_shared = self.config.shared_hidden_dim > 0
         wide = functools.partial(
@@ -148,12 +167,16 @@ class Experts(nnx.Module):
         policy, place = self.execution.policy, self.execution.place
         counts_BT = _counted(x_BTD, given)
         with jax.named_scope("routing"):
-            choice, sums = self._route(x_BTD, counts_BT)
+            routing_BTD = _normed(self.router_norm, x_BTD)
+            if self.router_norm is not None:
+                routing_BTD = policy.scaled(routing_BTD, x_BTD.shape[-1] ** -0.5)
+            choice, sums = self._route(routing_BTD, counts_BT)
             if self.config.balance.capacity_factor is not None and given.cache is None:
                 choice, dropped = within_capacity(choice, config=self.config)
                 sums = joined(sums, Sums(added={"dropped": dropped}))
             expert_BTK = checkpoint_name(choice.expert_BTK, CHOICE_NAME)
-        routed_BTD = x_BTD if self.latent_down is None else self.latent_down(x_BTD)
+        routed_BTD = _normed(self.routed_norm, x_BTD)
+        routed_BTD = routed_BTD if self.latent_down is None else self.latent_down(routed_BTD)
         weight_BTK = choice.weight_BTK
         if self.config.routing.scales_inputs:
             routed_BTD = policy.to_compute(policy.to_accum(routed_BTD) * weight_BTK)
@@ -170,9 +193,14 @@ class Experts(nnx.Module):
             sums = joined(sums, Sums(added={"overflowed": overflowed}))
         if self.latent_up is not None:
             y_BTD = self.latent_up(policy.to_compute(y_BTD))
+        if self.routed_post_norm is not None:
+            y_BTD = self.routed_post_norm(policy.to_compute(y_BTD))
         if self.shared_up is not None:
             with jax.named_scope("shared"):
-                y_BTD = policy.to_accum(y_BTD) + policy.pinned(self._shared(x_BTD))
+                shared_BTD = self._shared(_normed(self.shared_norm, x_BTD))
+                if self.shared_post_norm is not None:
+                    shared_BTD = self.shared_post_norm(policy.to_compute(shared_BTD))
+                y_BTD = policy.to_accum(y_BTD) + policy.pinned(policy.to_accum(shared_BTD))
         return LayerOutput(x=policy.to_compute(y_BTD), sums=sums)
 
     @property
@@ -210,6 +238,8 @@ class Experts(nnx.Module):
             counts_BT=counts_BT,
             over_batch=place.over_batch,
         )
+        if self.expert_scale is not None:
+            choice = _scaled(choice, accum(self.expert_scale[...]))
         return choice, sums
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
@@ -226,6 +256,19 @@ class Experts(nnx.Module):
         if self.shared_scale is None:
             return y_BTD
         return y_BTD * jax.nn.sigmoid(policy.to_accum(self.shared_scale(x_BTD)))
+
+
+def _normed(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
+
+
+def _scaled(choice: ExpertChoice, scale_E: jax.Array) -> ExpertChoice:
+    """The choice with each weight multiplied by its expert's scale."""
+    experts = jnp.arange(len(scale_E), dtype=choice.expert_BTK.dtype)
+    is_chosen_BTKE = choice.expert_BTK[..., None] == experts[None, None, None]
+    # Not a gather: its gradient would be a scatter.
+    scale_BTK = jnp.sum(jnp.where(is_chosen_BTKE, scale_E[None, None, None], 0.0), axis=-1)
+    return dataclasses.replace(choice, weight_BTK=choice.weight_BTK * scale_BTK)
 
 
 def _counted(x_BTD: jax.Array, given: Pass) -> jax.Array:

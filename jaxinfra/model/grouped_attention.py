@@ -15,9 +15,9 @@ from jaxinfra import axes
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.model.cache import JointCache, StateCache, TokenCache, with_pages
 from jaxinfra.model.execution import Execution
-from jaxinfra.model.heads import clipped, head_norm, positioned, segments
+from jaxinfra.model.heads import clipped, head_norm, keys_for, positioned, segments
 from jaxinfra.model.norm import Norm
-from jaxinfra.model.passes import Abilities, LayerOutput, Pass
+from jaxinfra.model.passes import Abilities, LayerOutput, Pass, Sums
 from jaxinfra.model.projection import Projection, from_heads, projected, unpacked
 from jaxinfra.ops.cached_attention import append_packed_heads, as_cached
 from jaxinfra.ops.multiply import Deferred
@@ -57,27 +57,26 @@ class GroupedAttention(nnx.Module):
             )
 
         form = execution.decode_form
-        is_packed = form is not None and form.packed and not config.values_are_keys
+        takes, without_value = config.takes_keys is not None, config.values_are_keys
+        is_plain = not (takes or without_value or config.gives_keys)
+        is_packed = form is not None and form.packed and is_plain
         gates = heads if config.out_gate else 0
         self.packed = inward(heads + 2 * kv_heads + gates, axes.Q_HEADS) if is_packed else None
         if self.packed is None:
             self.query = inward(heads, axes.Q_HEADS)
-            self.key = inward(kv_heads, axes.KV_HEADS)
-            self.value = None if config.values_are_keys else inward(kv_heads, axes.KV_HEADS)
+            self.key = None if takes else inward(kv_heads, axes.KV_HEADS)
+            self.value = None if takes or without_value else inward(kv_heads, axes.KV_HEADS)
         how = {"std": out_std, "execution": execution, "rngs": rngs}
         self.out = from_heads(heads, width, model_dim, bias=config.out_bias, **how)
-        self.sinks = (
-            nnx.Param(jnp.zeros(heads, execution.policy.param), axes=(axes.Q_HEADS,))
-            if config.sinks
-            else None
-        )
+        zeros = jnp.zeros(heads, execution.policy.param)
+        self.sinks = nnx.Param(zeros, axes=(axes.Q_HEADS,)) if config.sinks else None
 
         norm = functools.partial(head_norm, config, execution=execution)
         self.query_norm = norm(num_heads=heads, heads_dim=axes.Q_HEADS)
-        self.key_norm = norm(num_heads=kv_heads, heads_dim=axes.KV_HEADS)
+        self.key_norm = None if takes else norm(num_heads=kv_heads, heads_dim=axes.KV_HEADS)
         self.value_norm = (
             None
-            if config.value_norm is None
+            if takes or config.value_norm is None
             else Norm(config.value_norm, shape=(width,), dims=(axes.HEAD,), execution=execution)
         )
         is_gate_apart = config.out_gate and self.packed is None
@@ -97,6 +96,8 @@ class GroupedAttention(nnx.Module):
         place = self.execution.place
         cache = given.cache
         assert not isinstance(cache, StateCache | JointCache), "CacheSpec"
+        if self.config.takes_keys is not None:
+            return self._attended_to_others(x_BTD, given)
         heads_BTNH, gate_BTNH = self._inward(x_BTD)
         if heads_BTNH is not None and cache is not None and given.segment_ids_BT is None:
             appended = self._appended(heads_BTNH, given, cache)
@@ -132,7 +133,10 @@ class GroupedAttention(nnx.Module):
         if gate_BTNH is not None:
             gate_BTNH = jax.nn.sigmoid(self.execution.policy.to_accum(gate_BTNH))
             out_BTNH = out_BTNH * gate_BTNH.astype(out_BTNH.dtype)
-        return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
+        gives = self.config.gives_keys is not None
+        sums = Sums(handed={"k": k_BTKH, "v": v_BTKH}) if gives else Sums()
+        out_BTD = self.out(out_BTNH, residual=given.residual_BTD)
+        return LayerOutput(x=out_BTD, cache=cache, sums=sums)
 
     def _inward(self, x_BTD: jax.Array | Deferred) -> tuple[jax.Array | None, jax.Array | None]:
         """The packed queries, keys and values, and the gate; None for what is apart or absent."""
@@ -173,6 +177,24 @@ class GroupedAttention(nnx.Module):
             out_BTNH = self._decoded(q_BTNH, given, cache)
         return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
 
+    def _attended_to_others(self, x_BTD: jax.Array | Deferred, given: Pass) -> LayerOutput:
+        """Output of queries to an earlier layer's keys and values."""
+        assert not isinstance(x_BTD, Deferred), "abilities"
+        keys, norms = keys_for(self.config, given), (self.query_norm, self.query_norm)
+        (q_BTNH,) = projected(x_BTD, [self.query])
+        policy, dims = self.execution.policy, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
+        q_BTNH, _ = positioned(self.config, q_BTNH, q_BTNH, given, norms, policy=policy)
+        q_BTNH = self.execution.place(q_BTNH, dims)
+        with jax.named_scope("core"):
+            if keys.cache is None or keys.cache.is_empty:
+                more = {"segment_ids_BT": segments(self.config, given), "sinks_N": self._sinks()}
+                attend = self.execution.kernels.attend
+                out_BTNH = attend(q_BTNH, keys.k_BTKH, keys.v_BTKH, config=self.config, **more)
+            else:
+                assert not isinstance(keys.cache, StateCache | JointCache), "CacheSpec"
+                out_BTNH = self._decoded(q_BTNH, given, keys.cache)
+        return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=given.cache)
+
     def _decoded(self, q_BTNH: jax.Array, given: Pass, cache: TokenCache) -> jax.Array:
         """Attention of queries over a cache that already holds their tokens."""
         return self.execution.kernels.decode(
@@ -193,6 +215,7 @@ class GroupedAttention(nnx.Module):
         """Queries, keys and values, without position; of a packed product, where there is one."""
         if heads_BTNH is None:
             assert not isinstance(x_BTD, Deferred), "Block"
+            assert self.key is not None, "takes_keys"
             values = [] if self.value is None else [self.value]
             k_BTKH, *v_BTKH, q_BTNH = projected(x_BTD, [self.key, *values, self.query])
             return q_BTNH, k_BTKH, v_BTKH[0] if v_BTKH else k_BTKH

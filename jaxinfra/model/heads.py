@@ -11,9 +11,10 @@ from jaxinfra import axes
 from jaxinfra.config.kinds import QkNormOver
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.rope import QueryScaling
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.norm import Norm
-from jaxinfra.model.passes import Pass
+from jaxinfra.model.passes import Pass, SharedKeys
 from jaxinfra.model.rope import apply_rope
 from jaxinfra.numerics.policy import Policy
 
@@ -83,6 +84,17 @@ def _scaled(
     number_BT = (jnp.maximum(positions_BT, 0) + scaling.first) // scaling.every
     scale_BT = 1.0 + policy.pinned(scaling.rate * jnp.log1p(policy.to_accum(number_BT)))
     return policy.to_compute(policy.to_accum(q_BTNH) * scale_BT[:, :, None, None])
+
+
+def keys_for(config: GroupedAttentionConfig, given: Pass) -> SharedKeys:
+    """Returns the keys and values of an earlier layer that this one takes."""
+    name = config.takes_keys
+    if name is None or name not in given.shared:
+        raise UnsupportedError(
+            f"takes_keys={name} where layers run apart from those before them, as in a pipeline: "
+            "keys and values of other layers are not sent along; use fsdp and tensor"
+        )
+    return given.shared[name]
 
 
 def segments(config: GroupedAttentionConfig, given: Pass) -> Int[Array, "B T"] | None:

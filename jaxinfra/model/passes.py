@@ -45,6 +45,19 @@ class Pass:
     dropout_key: jax.Array | None = None  # no dropout without one
     # [B, T, D] that the layer adds its result to; None: its caller adds the residual.
     residual_BTD: jax.Array | None = None
+    input_BTP: jax.Array | None = None  # this layer's own input, in models that have such
+    # Keys and values of earlier layers, by the names of ``GroupedAttentionConfig.gives_keys``.
+    shared: "dict[str, SharedKeys]" = dataclasses.field(default_factory=dict)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SharedKeys:
+    """Keys and values that one layer computes and others attend to."""
+
+    k_BTKH: jax.Array  # of this pass's tokens, with positions
+    v_BTKH: jax.Array
+    cache: Cache | None  # with them; empty if nothing was cached before this pass
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +84,8 @@ class Sums:
     """fp32: auxiliary objectives as sums over tokens; added to the training objective."""
     added: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     largest: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    handed: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    """Keys and values for later layers, which the decoder takes out: no sums."""
 
 
 def joined(first: Sums, second: Sums) -> Sums:
@@ -81,7 +96,8 @@ def joined(first: Sums, second: Sums) -> Sums:
         assert not a.keys() & b.keys(), f"{name} {sorted(a.keys() & b.keys())} emitted twice"
         return a | b
 
-    return Sums(losses=union("losses"), added=union("added"), largest=union("largest"))
+    names = ("losses", "added", "largest", "handed")
+    return Sums(**{name: union(name) for name in names})
 
 
 def combined(first: Any, second: Any) -> Any:

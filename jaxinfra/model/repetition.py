@@ -125,6 +125,7 @@ def repetition_of(
     """Returns the scan step of one repetition of a block pattern, without recomputation.
 
     It maps ((x, cached arrays), (index, parameters, dropout keys)) to ((x, cached arrays), sums).
+    In models whose layers have inputs of their own, these follow the keys.
 
     The cache is part of the carry, so that the loop updates one buffer in place. Scanned over, the
     whole cache would be read from one buffer and written to another.
@@ -132,7 +133,7 @@ def repetition_of(
 
     def repetition(carry: tuple[jax.Array, list[dict[str, jax.Array]] | None], layer):
         x_BTD, stored = carry
-        index, parameters, keys = layer
+        index, parameters, keys, *inputs = layer
         written, sums = [], []
         for i, (graphdef, rope) in enumerate(zip(graphdefs, ropes, strict=True)):
             seen = None
@@ -141,7 +142,11 @@ def repetition_of(
             out = nnx.merge(graphdef, parameters[i])(
                 x_BTD,
                 dataclasses.replace(
-                    given, rope=rope, cache=seen, dropout_key=None if keys is None else keys[i]
+                    given,
+                    rope=rope,
+                    cache=seen,
+                    dropout_key=None if keys is None else keys[i],
+                    input_BTP=inputs[0][i] if inputs else None,
                 ),
             )
             x_BTD = out.x
@@ -160,12 +165,14 @@ def run_unrolled(
     given: Pass,
     ropes: tuple[RopeTable | None, ...],
     cache: KVCache,
+    inputs: tuple[jax.Array, ...] = (),
 ) -> LayerOutput:
     """Computes a stack's repetitions unrolled, each with its slice of the parameters.
 
     Args:
         blocks, ropes, cache: the pattern's blocks, their RoPE tables and their cache.
         kinds: which blocks of each repetition multiply in 8 bits.
+        inputs: layers' own inputs [repeats, pattern, B, T, P], in models that have such.
     """
     of_kind = {kind: graphdefs_of(blocks, kind) for kind in dict.fromkeys(kinds)}
     sums = []
@@ -173,7 +180,14 @@ def run_unrolled(
         graphdefs, stacks = of_kind[kind]
         mine = jax.tree.map(lambda x, i=index: jax.lax.index_in_dim(x, i, keepdims=False), stacks)
         x_BTD, cache, each = one_repetition(
-            x_BTD, mine, given, ropes, cache, jnp.int32(index), graphdefs=graphdefs
+            x_BTD,
+            mine,
+            given,
+            ropes,
+            cache,
+            jnp.int32(index),
+            tuple(each[index] for each in inputs),
+            graphdefs=graphdefs,
         )
         sums.append(each)
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *sums)
@@ -190,6 +204,7 @@ def one_repetition(
     ropes: tuple[RopeTable | None, ...],
     cache: KVCache,
     index: jax.Array,
+    inputs: tuple[jax.Array, ...] = (),
     *,
     graphdefs: tuple[nnx.GraphDef[Block], ...],
 ) -> tuple[jax.Array, KVCache, tuple[Any, ...]]:
@@ -200,9 +215,10 @@ def one_repetition(
     Args:
         parameters: each block's parameters, without the dim of repetitions.
         index: number of the repetition in its stack, int32.
+        inputs: layers' own inputs [pattern, B, T, P], in models that have such.
     """
     step = repetition_of(graphdefs, given, ropes=ropes, cache=cache)
-    carry, layer = (x_BTD, [each.arrays for each in cache]), (index, parameters, None)
+    carry, layer = (x_BTD, [each.arrays for each in cache]), (index, parameters, None, *inputs)
     (x_BTD, stored), sums = step(carry, layer)
     written = zip(cache, stored, strict=True)
     return x_BTD, tuple(updated(each, arrays) for each, arrays in written), sums

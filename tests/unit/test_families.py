@@ -110,6 +110,16 @@ def test_kimi_k2_is_deepseek_v3_by_another_name():
     assert from_hf_config(values | {"model_type": "kimi_k2"}) == from_hf_config(values)
 
 
+def test_keys_that_a_layer_takes_from_another_are_left_out():
+    """Files of Gemma 4 have tensors of layers that never compute keys."""
+    config = from_hf_config(described("gemma4_shared")["config"])
+    ignored = weights_of(config, "gemma4_text").ignored
+    assert ignored is not None
+    names = [f"model.layers.{i}.self_attn.k_proj.weight" for i in range(6)]
+    assert [bool(ignored.fullmatch(name)) for name in names] == [False] * 4 + [True] * 2
+    assert config.layers[4].mixer.cache.elements == 0
+
+
 def test_the_page_names_every_family():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "families.md").read_text()
     rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
@@ -252,8 +262,7 @@ def test_part_of_a_head_that_turns_in_one_type_of_layer_is_refused():
     [
         ("cohere", "use_parallel_block", False, "side by side"),
         ("gemma3", "attn_logit_softcapping", 50.0, "implementations differ"),
-        ("gemma4", "num_kv_shared_layers", 2, "its own keys and values"),
-        ("gemma4", "hidden_size_per_layer_input", 256, "the stream alone"),
+        ("gemma4", "num_kv_shared_layers", 6, "none before them is of the type"),
         ("gemma4", "per_layer_config", {"0": {"head_dim": 8}}, "all global layers alike"),
         ("opt", "do_layer_norm_before", False, "OPT-350m"),
         ("opt", "word_embed_proj_dim", 16, "as wide as the model"),
