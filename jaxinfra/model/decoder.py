@@ -88,10 +88,8 @@ class Decoder(nnx.Module):
         self.final_norm = norm(config.final_norm)
         head = (1, axes.SCORE) if is_scored else (rows, axes.VOCAB)
         self.unembedding = None if tied else table(num_rows=head[0], rows_dim=head[1], matmul=True)
-        has_bias, zeros = (
-            config.logit_bias and not is_scored,
-            jnp.zeros(rows, execution.policy.param),
-        )
+        has_bias = config.logit_bias and not is_scored
+        zeros = jnp.zeros(rows, execution.policy.param)
         self.logit_bias = nnx.Param(zeros, axes=(axes.VOCAB,)) if has_bias else None
         self.mtp = self._prediction(rngs) if config.mtp else None
 
@@ -220,10 +218,8 @@ class Decoder(nnx.Module):
             positions, segment_ids: as in ``hidden``. With a cache, a row's positions continue after
                 its cached tokens, from 0 in an empty cache. Positions below 0 are padding, to the
                 right of the row's tokens.
-            contexts: each row's final length in tokens, if known; LongRoPE chooses its factors by
-                it. By default the length after these tokens.
-            behind: parameters used after the layers, returned unchanged. If the layers' gradients
-                are computed in a fixed order, theirs are part of it.
+            contexts: each row's final length, by which LongRoPE chooses; None: after these tokens.
+            behind: parameters used after the layers, returned unchanged; part of the layers' order.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)

@@ -165,7 +165,7 @@ def run_unrolled(
     given: Pass,
     ropes: tuple[RopeTable | None, ...],
     cache: KVCache,
-    inputs: tuple[jax.Array, ...] = (),
+    inputs: tuple[Any, ...] = (),
 ) -> LayerOutput:
     """Computes a stack's repetitions unrolled, each with its slice of the parameters.
 
