@@ -82,9 +82,8 @@ class Decoder(nnx.Module):
             Norm, shape=(config.model_dim,), dims=(axes.EMBED,), execution=execution
         )
         self.embedding_norm = norm(config.embedding_norm) if config.embedding_norm else None
-        self.layer_inputs = (
-            LayerInputs(config, execution=execution, rngs=rngs) if config.layer_input_rows else None
-        )
+        inputs = functools.partial(LayerInputs, config, execution=execution, rngs=rngs)
+        self.layer_inputs = inputs() if config.layer_input_rows else None
         self.final_norm = norm(config.final_norm)
         head = (1, axes.SCORE) if is_scored else (rows, axes.VOCAB)
         self.unembedding = None if tied else table(num_rows=head[0], rows_dim=head[1], matmul=True)

@@ -93,8 +93,7 @@ class GroupedAttention(nnx.Module):
 
         Returns [B, T, D] in the compute dtype, and the cache with x's keys and values.
         """
-        place = self.execution.place
-        cache = given.cache
+        place, cache = self.execution.place, given.cache
         assert not isinstance(cache, StateCache | JointCache), "CacheSpec"
         if self.config.takes_keys is not None:
             return self._attended_to_others(x_BTD, given)
@@ -106,8 +105,7 @@ class GroupedAttention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = self._projected(x_BTD, heads_BTNH)
         v_BTKH = clipped(self.config, v_BTKH)
         v_BTKH = v_BTKH if self.value_norm is None else self.value_norm(v_BTKH)
-        norms = self.query_norm, self.key_norm
-        policy = self.execution.policy
+        norms, policy = (self.query_norm, self.key_norm), self.execution.policy
         q_BTNH, k_BTKH = positioned(self.config, q_BTNH, k_BTKH, given, norms, policy=policy)
         q_BTNH = place(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
         kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
