@@ -49,3 +49,15 @@ def require_within(*, remedy: str = "make it smaller", **sizes: int) -> None:
                 f"{name}={size:,} is above the limit of {LIMITS[name]:,}, where a slip is likelier "
                 f"than a wish; {remedy}, or set {VARIABLE}=off in the environment"
             )
+
+
+def check_cap(cap: float | None) -> None:
+    """Raises ConfigError for a soft cap that is not positive."""
+    if cap is not None and cap <= 0.0:
+        raise ConfigError(f"logit_soft_cap={cap} must be positive, or none")
+
+
+def check_window(window: int | None) -> None:
+    """Raises ConfigError for a window without a token."""
+    if window is not None and window < 1:
+        raise ConfigError(f"window={window} must be at least 1 (a token sees itself)")

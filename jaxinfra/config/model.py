@@ -5,7 +5,7 @@ import dataclasses
 from jaxinfra import axes
 from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.kinds import Branches, Head, MlpKind, NormPlacement, QkNormOver
-from jaxinfra.config.limits import require_within
+from jaxinfra.config.limits import check_cap, check_window, require_within
 from jaxinfra.config.norm import NormConfig as NormConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.record import record
@@ -19,6 +19,7 @@ from jaxinfra.config.recurrent import (
 from jaxinfra.config.rope import QueryScaling, RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.config.shared_keys import check_shared
+from jaxinfra.config.streams import StreamsConfig
 from jaxinfra.errors import ConfigError, UnsupportedError
 
 
@@ -72,8 +73,8 @@ class GroupedAttentionConfig:
         require_within(num_q_heads=q, head_dim=self.head_dim)
         if self.rope is not None:
             check_rope(self.rope, head_dim=self.head_dim)
-        _check_window(self.window)
-        _check_cap(self.logit_soft_cap)
+        check_window(self.window)
+        check_cap(self.logit_soft_cap)
         self._check_extras()
 
     def _check_extras(self) -> None:
@@ -162,8 +163,8 @@ class LatentAttentionConfig:
             raise ConfigError(f"query_rank={self.query_rank} must be at least 1, or none")
         if self.rope is not None:
             check_rope(self.rope, head_dim=self.rope_dim)
-        _check_window(self.window)
-        _check_cap(self.logit_soft_cap)
+        check_window(self.window)
+        check_cap(self.logit_soft_cap)
 
     @property
     def num_kv_heads(self) -> int:
@@ -310,11 +311,17 @@ class MlpConfig:
     kind: MlpKind = MlpKind.SWIGLU  # activation, gated or not
     bias: bool = False  # a bias on each projection
     gate_scale: float = 1.0  # multiplies the gate before its activation: Falcon-H1
+    # Share of gates that become 0, as if normally distributed; others count from there: Gemma 3n.
+    sparsity: float = 0.0
     out_scale: float = 1.0  # multiplies the output: Falcon-H1
 
     def __post_init__(self) -> None:
         if self.gate_scale != 1.0 and not self.kind.gated:
             raise ConfigError(f"gate_scale={self.gate_scale} with kind={self.kind}, without a gate")
+        if not 0.0 <= self.sparsity < 1.0 or (self.sparsity and not self.kind.gated):
+            raise ConfigError(
+                f"sparsity={self.sparsity} of kind={self.kind}: it is below 1, and of a gate"
+            )
         if self.hidden_dim < 1:
             raise ConfigError(f"mlp hidden_dim={self.hidden_dim} must be at least 1")
         require_within(hidden_dim=self.hidden_dim)
@@ -396,6 +403,7 @@ class BlockConfig:
     residual_scale: float = 1.0  # multiplies what each layer adds to the stream: Granite
     stream_scale: bool = False  # a learned number multiplies the stream after the block: Gemma 4
     layer_input_dim: int = 0  # width of an input that this layer alone has: Gemma 3n, Gemma 4
+    streams: StreamsConfig | None = None  # several residual streams: Gemma 3n; None: one
 
     def __post_init__(self) -> None:
         is_parallel = self.branches is not Branches.SEQUENTIAL
@@ -509,7 +517,7 @@ class ModelConfig:
             raise ConfigError(f"dropout_rate={self.dropout_rate} must be in [0, 1)")
         if self.init_std <= 0.0:
             raise ConfigError(f"init_std={self.init_std} must be positive: zeros never learn")
-        _check_cap(self.logit_soft_cap)
+        check_cap(self.logit_soft_cap)
         if self.logit_scale <= 0.0:
             raise ConfigError(f"logit_scale={self.logit_scale} must be positive")
         if self.mtp_weight < 0.0 or (self.mtp and self.head is Head.SCORE):
@@ -586,13 +594,3 @@ class ModelConfig:
     def layers(self) -> tuple[BlockConfig, ...]:
         """The block of every layer, in the order that they run in."""
         return tuple(self.blocks[i] for i, _ in self.layer_positions)
-
-
-def _check_cap(cap: float | None) -> None:
-    if cap is not None and cap <= 0.0:
-        raise ConfigError(f"logit_soft_cap={cap} must be positive, or none")
-
-
-def _check_window(window: int | None) -> None:
-    if window is not None and window < 1:
-        raise ConfigError(f"window={window} must be at least 1 (a token sees itself)")

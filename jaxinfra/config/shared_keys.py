@@ -37,6 +37,8 @@ def check_shared(config: Any) -> None:
                 f"takes_keys={sorted(takes - given)}: no layer of an earlier stack gives these"
             )
         given |= gives
+    if len({block.streams for block in config.blocks}) > 1:
+        raise ConfigError("streams that differ between blocks: all read the same number of streams")
     widths = {block.layer_input_dim for block in config.blocks}
     if len(widths) > 1 or (widths != {0}) != (config.layer_input_rows > 0):
         raise ConfigError(

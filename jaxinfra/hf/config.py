@@ -15,6 +15,7 @@ from jaxinfra.hf import (
     deepseek,
     falcon_h1,
     gemma,
+    gemma3n,
     gemma4,
     glm,
     gpt,
@@ -96,6 +97,9 @@ FAMILIES = {
     ),
     "gemma": Family("GemmaForCausalLM", gemma.read_gemma, gemma.write_gemma, weights.LLAMA),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3, gemma.write_gemma3, gemma.GEMMA3),
+    "gemma3n_text": Family(
+        "Gemma3nForCausalLM", gemma3n.read_gemma3n, gemma3n.write_gemma3n, gemma3n.gemma3n
+    ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM", gemma4.read_gemma4, gemma4.write_gemma4, gemma4.GEMMA4
     ),

@@ -109,7 +109,7 @@ def read_gemma3(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", None)
     windows = typed_windows(types, window, num_layers=num_layers)
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0)
-    ropes, bias = _ropes(keys), keys.flag("attention_bias", False)
+    ropes, bias = read_ropes(keys), keys.flag("attention_bias", False)
     each_layer = [
         {"window": window, "rope": ropes[kind]} for window, kind in zip(windows, types, strict=True)
     ]
@@ -132,7 +132,8 @@ def read_gemma3(keys: Keys) -> ModelConfig:
     )
 
 
-def _ropes(keys: Keys) -> dict[str, RopeConfig]:
+def read_ropes(keys: Keys) -> dict[str, RopeConfig]:
+    """Reads the rotary embedding of layers with a window and of those without."""
     max_positions = keys.integer("max_position_embeddings")
     found = read_ropes_by_type(keys, (SLIDING, FULL), max_positions=max_positions)
     if found is None:  # as releases before transformers 5 wrote

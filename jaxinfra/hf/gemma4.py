@@ -230,6 +230,7 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+TAKERS_HAVE = r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
 LAYER_INPUT = (
     rule("per_layer_input_gate.weight", "layer_input/gate/weight", "F D -> D F"),
     rule("per_layer_projection.weight", "layer_input/out/weight", "D F -> F D"),
@@ -265,5 +266,5 @@ GEMMA4 = dataclasses.replace(
         *(*LAYER_INPUT, *_EXPERTS),
     ),
     outside=(*GEMMA3.outside, *LAYER_INPUTS),
-    takers_have=r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",
+    takers_have=TAKERS_HAVE,
 )

@@ -13,6 +13,7 @@ from jaxinfra.errors import ConfigError
 # By ``model_type`` of the whole: that of its text part, where its text_config names another.
 _TEXT_TYPES = {
     "gemma3": None,
+    "gemma3n": None,
     "gemma4": None,
     "mistral3": None,
     "llama4": None,

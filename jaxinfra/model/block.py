@@ -49,6 +49,7 @@ from jaxinfra.model.projection import Projection
 from jaxinfra.model.selective_scan import SelectiveScan
 from jaxinfra.model.short_convolution import ShortConvolution
 from jaxinfra.model.state_space import StateSpace
+from jaxinfra.model.streams import StreamUpdate
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import Deferred
 
@@ -135,6 +136,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = build() if is_behind and feeds else None
         given = {"model_dim": model_dim, "std": std, "execution": execution, "rngs": rngs}
         self.layer_input = LayerInput(config, **given) if config.layer_input_dim else None
+        self.streams = StreamUpdate(config, **given) if config.streams is not None else None
         ones = jnp.ones(1, execution.policy.param)
         self.stream_scale = nnx.Param(ones, axes=(None,)) if config.stream_scale else None
         labels = []
@@ -167,6 +169,8 @@ class Block(nnx.Module):
                 post_norm=self.mlp_post_norm,
                 given=dataclasses.replace(given, dropout_key=keys[1]),
             )
+        if self.streams is not None:
+            return self._of_streams(x_BTD, self.streams, given, **branches)
         if self.config.branches is not Branches.SEQUENTIAL:
             return self._side_by_side(x_BTD, **branches)
         outs: dict[str, LayerOutput] = {}
@@ -174,6 +178,33 @@ class Block(nnx.Module):
             with jax.named_scope(name):
                 outs[name], x_BTD = self._added(x_BTD, branch)
         return self._output(x_BTD, outs, given)
+
+    def _of_streams(
+        self,
+        x_BTE: jax.Array,
+        streams: StreamUpdate,
+        given: Pass,
+        attention: _Branch,
+        mlp: _Branch,
+    ) -> LayerOutput:
+        """Computes both layers of the active stream, and updates all streams."""
+        assert attention.norm is not None, "hf/gemma3n.py"
+        policy, outs = self.execution.policy, {}
+        predicted_BTSD = streams.predicted(x_BTE)
+        x_BTD = policy.to_compute(predicted_BTSD[:, :, streams.config.active])
+        with jax.named_scope("attention"):
+            residual_BTD = streams.residual(attention.norm(x_BTD))
+            outs["attention"], x_BTD = self._added(x_BTD, attention)
+            x_BTD = policy.scaled(policy.added(x_BTD, residual_BTD), 2**-0.5)
+        with jax.named_scope("mlp"):
+            outs["mlp"], x_BTD = self._added(x_BTD, mlp)
+        after_BTSD = streams.corrected(predicted_BTSD, x_BTD)
+        if self.layer_input is not None:
+            active_BTD = policy.to_compute(after_BTSD[:, :, streams.config.active])
+            own_BTD = self.layer_input(streams.scaled(active_BTD), _own_input(given))
+            after_BTSD = after_BTSD.at[:, :, 1:].add(policy.to_accum(own_BTD)[:, :, None])
+        x_BTE = policy.to_compute(after_BTSD).reshape(x_BTE.shape)
+        return self._output(self.execution.place(x_BTE, _STREAM), outs, given)
 
     def _side_by_side(self, x_BTD: jax.Array, attention: _Branch, mlp: _Branch) -> LayerOutput:
         """Computes both layers of x, by one norm or by two, and the sum of x and their outputs."""
@@ -193,7 +224,7 @@ class Block(nnx.Module):
     def _output(
         self, x_BTD: jax.Array, outs: Mapping[str, LayerOutput], given: Pass
     ) -> LayerOutput:
-        if self.layer_input is not None:
+        if self.layer_input is not None and self.streams is None:
             with jax.named_scope("layer_input"):
                 x_BTD = self._add(x_BTD, self.layer_input(x_BTD, _own_input(given)), None, None)
         if self.stream_scale is not None:

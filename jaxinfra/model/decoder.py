@@ -43,6 +43,7 @@ from jaxinfra.model.repetition import (
     stacked_layers,
 )
 from jaxinfra.model.rope import RopeTable, rope_table
+from jaxinfra.model.streams import Streams
 from jaxinfra.model.whole_step import whole_step
 from jaxinfra.numerics.policy import unquantized
 from jaxinfra.numerics.recipe import Site
@@ -56,13 +57,9 @@ class Decoder(nnx.Module):
         check_exact(config, execution)
         self.config = config
         self.execution = execution
-        table = functools.partial(
-            Embedding,
-            model_dim=config.model_dim,
-            std=config.init_std,
-            execution=execution,
-            rngs=rngs,
-        )
+        given = {"execution": execution, "rngs": rngs}
+        sizes = {"model_dim": config.model_dim, "std": config.init_std}
+        table = functools.partial(Embedding, **sizes, **given)
         is_scored = config.head is Head.SCORE
         tied, rows = config.tie_embeddings and not is_scored, config.vocab_size
         self.embedding = table(num_rows=rows, rows_dim=axes.VOCAB, matmul=tied)
@@ -82,8 +79,8 @@ class Decoder(nnx.Module):
             Norm, shape=(config.model_dim,), dims=(axes.EMBED,), execution=execution
         )
         self.embedding_norm = norm(config.embedding_norm) if config.embedding_norm else None
-        inputs = functools.partial(LayerInputs, config, execution=execution, rngs=rngs)
-        self.layer_inputs = inputs() if config.layer_input_rows else None
+        self.layer_inputs = LayerInputs(config, **given) if config.layer_input_rows else None
+        self.streams = Streams(config, **given) if config.blocks[0].streams else None
         self.final_norm = norm(config.final_norm)
         head = (1, axes.SCORE) if is_scored else (rows, axes.VOCAB)
         self.unembedding = None if tied else table(num_rows=head[0], rows_dim=head[1], matmul=True)
@@ -230,8 +227,8 @@ class Decoder(nnx.Module):
         whole = whole_step(x_BTD, self.config, blocks, self.execution, given, ropes, cache)
         if whole is not None:
             return dataclasses.replace(whole, x=self.normalized(whole.x))
-        own = None if self.layer_inputs is None else self.layer_inputs(token_ids, x_BTD)
-        extras = by_stack(own, self.config.stacks, stack_keys)
+        extras = by_stack(self.layer_inputs, token_ids, x_BTD, self.config.stacks, stack_keys)
+        x_BTD = x_BTD if self.streams is None else self.streams.widened(x_BTD)
         caches, sums, num_blocks, handed_on = [], [], 0, None
         for each, extra in zip(self.config.stacks, extras, strict=True):
             places = slice(num_blocks, num_blocks + len(each.pattern))
@@ -347,6 +344,7 @@ class Decoder(nnx.Module):
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
         """Applies the final norm, and the scale of logits, to the last block's output."""
         with jax.named_scope("final_norm"):
+            x_BTD = x_BTD if self.streams is None else self.streams.merged(x_BTD)
             return self.scaled(self.final_norm(x_BTD))
 
     def scaled(self, hidden_BTD: jax.Array) -> jax.Array:

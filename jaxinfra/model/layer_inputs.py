@@ -84,11 +84,16 @@ class LayerInput(nnx.Module):
 
 
 def by_stack(
-    inputs_LBTP: jax.Array | None, stacks: Sequence[Stack], keys: Sequence[jax.Array | None]
+    layer_inputs: LayerInputs | None,
+    ids_BT: jax.Array,
+    x_BTD: jax.Array,
+    stacks: Sequence[Stack],
+    keys: Sequence[jax.Array | None],
 ) -> list[tuple[Any, ...]]:
     """Returns each stack's keys of dropout, and inputs [R, N, B, T, P] of its layers if any."""
-    if inputs_LBTP is None:
+    if layer_inputs is None:
         return [(each,) for each in keys]
+    inputs_LBTP = layer_inputs(ids_BT, x_BTD)
     found, first = [], 0
     for stack, key in zip(stacks, keys, strict=True):
         shape = (stack.repeats, len(stack.pattern))

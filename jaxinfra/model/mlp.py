@@ -4,6 +4,7 @@ Dims: B batch, T position, D model width, F hidden width.
 """
 
 import functools
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,8 @@ class Mlp(nnx.Module):
             gate_BTF, up_BTF = unpacked(both_BTF, (first_up,), shards, axis=2)
         if gate_BTF is not None and self.config.gate_scale != 1.0:
             gate_BTF = gate_BTF * self.config.gate_scale
+        if gate_BTF is not None and self.config.sparsity:
+            gate_BTF = _largest(gate_BTF, self.config.sparsity)
         if self.config.kind is MlpKind.XIELU:
             numbers = self.rise, self.fall, self.slope, self.edge
             given = (policy.to_accum(each[...]) for each in numbers if each is not None)
@@ -124,7 +127,8 @@ class Mlp(nnx.Module):
     @property
     def _is_plain(self) -> bool:
         """Whether the hidden values are SwiGLU's, of an unscaled gate, which kernels compute."""
-        return self.config.kind is MlpKind.SWIGLU and self.config.gate_scale == 1.0
+        is_scaled = self.config.gate_scale != 1.0 or self.config.sparsity > 0.0
+        return self.config.kind is MlpKind.SWIGLU and not is_scaled
 
     def _quantized_hidden(self, x: jax.Array | Input) -> Input | None:
         """``_hidden`` in 8 bits, of products in 8 bits; None where it is an array first."""
@@ -136,6 +140,14 @@ class Mlp(nnx.Module):
         devices = self.execution.multiply.devices
         hidden = swiglu_input(x, gate, up, recipe=self.up.recipe, devices=devices)
         return None if hidden is None else hidden._replace(x=labelled(hidden.x, self.label))
+
+
+def _largest(gate_BTF: jax.Array, sparsity: float) -> jax.Array:
+    """Gates above a share of a normal distribution of their mean and deviation, from there on."""
+    mean_BT1 = jnp.mean(gate_BTF, axis=-1, keepdims=True)
+    deviation_BT1 = jnp.std(gate_BTF, axis=-1, keepdims=True)
+    edge_BT1 = mean_BT1 + deviation_BT1 * statistics.NormalDist().inv_cdf(sparsity)
+    return jax.nn.relu(gate_BTF - edge_BT1)
 
 
 def constant(value: float, execution: Execution) -> ModelState:

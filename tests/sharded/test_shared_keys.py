@@ -39,7 +39,7 @@ def step(name, case=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MESHES)
-@pytest.mark.parametrize("name", ["gemma4_shared", "gemma4_experts_odd"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4_shared", "gemma4_experts_odd"])
 def test_a_step_on_a_mesh_equals_one_device(name, case):
     assert_equal_but_for_rounding(step(name, case), step(name))
 
