@@ -19,26 +19,32 @@ from jaxinfra.model.experts import Experts
 from jaxinfra.model.lora import Adapter, AdapterFactors, ChosenAdapters, RowAdapters
 from jaxinfra.model.projection import Projection
 
+_OF_EXPERTS = ("gate", "up", "down")
+
 
 def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
-    """Adds an adapter to each projection that ``config.targets`` names, in every layer.
+    """Adds an adapter to each projection that ``config.targets`` names, in every layer that has it.
 
     A target is the projection's name in its layer: the last component but one of its weight's
     path, such as ``query`` in ``blocks/0/attention/query/weight``.
 
     Raises:
-        ConfigError: a block has no projection with a target's name.
+        ConfigError: no block has a projection with a target's name, or experts have it.
     """
+    missing = set(config.targets)
     for block in decoder.blocks:
         projections = {
             path.rpartition("/")[2]: node for path, node in projections_of(block).items()
         }
+        has_experts = isinstance(block.mlp, Experts)
         for name in config.targets:
             if name not in projections:
-                what = "this model has no such projection"
-                if isinstance(block.mlp, Experts):
-                    what += ", and its experts have no adapters"
-                raise ConfigError(f"lora target {name!r}: {what}; name others")
+                if has_experts and name in _OF_EXPERTS:
+                    raise ConfigError(
+                        f"lora target {name!r}: this model's experts have no adapters; name others"
+                    )
+                continue
+            missing.discard(name)
             projection = projections[name]
             weight = projection.weight
             projection.adapter = Adapter(
@@ -50,15 +56,21 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
                 policy=projection.policy,
                 rngs=rngs,
             )
+    for name in sorted(missing):
+        raise ConfigError(f"lora target {name!r}: this model has no such projection; name others")
 
 
 def projections_of(block: Block) -> dict[str, Projection]:
-    """Maps paths within a block, such as ``attention/query``, to its projections."""
+    """Maps paths within a block, such as ``attention/query``, to its layers' projections.
+
+    Those of a state space beside attention are left out: attention's have the same names.
+    """
     return {
-        f"{part}/{name}": node
+        f"{part}/{'/'.join(map(str, path))}": node
         for part in ("attention", "mlp")
-        for name, node in vars(getattr(block, part)).items()
-        if isinstance(node, Projection)
+        if getattr(block, part) is not None
+        for path, node in nnx.iter_modules(getattr(block, part))
+        if isinstance(node, Projection) and "state_space" not in path
     }
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.kinds import Branches
 from jaxinfra.config.model import (
     AttentionBesideStateConfig,
@@ -253,3 +254,20 @@ def test_a_block_of_one_branch_is_half_of_a_block():
         parts[int(name.startswith("mlp"))][name] = value
     split = parameters | {"blocks": parts}
     np.testing.assert_array_equal(one.bind(parameters)(ids(2, 9)), two.bind(split)(ids(2, 9)))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_adapters_are_beside_each_projection_of_a_name(name):
+    """Some layers of a hybrid lack a projection, such as keys, or the mixer itself."""
+    hybrid = config(name)
+    alone = BlockConfig(mixer=NoMixer(), feed_forward=MlpConfig(hidden_dim=24))
+    stacks = (*hybrid.stacks, Stack(pattern=(alone,), repeats=1))
+    model = dataclasses.replace(hybrid, stacks=stacks)
+    lora = LoraConfig(rank=2, targets=("query", "key", "out", "up"))
+    found = by_path(define_model(model, execution_on(), lora=lora).shapes)
+    adapted = {path for path in found if "/adapter/" in path}
+    assert {path.split("/adapter")[0].split("/")[-1] for path in adapted} == {*lora.targets}
+    assert any(path.startswith("blocks/2/mlp/up/adapter") for path in adapted)
+    assert sum(path.startswith("blocks/1/attention/key/adapter") for path in adapted) == 2
+    with pytest.raises(ConfigError, match="'kv_up': this model has no such projection"):
+        define_model(model, execution_on(), lora=LoraConfig(targets=("kv_up",)))
