@@ -47,7 +47,6 @@ FIXED = (
     "tests/kernels/test_attention_sharding.py",
     "tests/kernels/test_attention_transforms.py",
     "tests/kernels/test_merge_partials.py",
-    "tests/sharded/test_experts.py",
     "tests/unit/test_exact.py",
     "tests/unit/test_experts.py",
     "tests/unit/test_hf_golden.py",

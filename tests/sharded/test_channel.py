@@ -72,7 +72,7 @@ def check(case: Case) -> None:
         assert_near(got[name], want[name], units=units, what=f"{name} of {case}")
 
 
-@pytest.mark.slow  # `test_experts.py` has what experts emit
+@pytest.mark.slow  # `unit/test_experts.py` has what experts emit
 def test_what_is_emitted_is_used():
     """The oracle itself: losses move gradients, counts the biases, messages the history."""
     one = alone()

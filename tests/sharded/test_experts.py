@@ -115,7 +115,7 @@ MORE = {
 }
 
 
-@pytest.mark.slow  # by default `test_exchange.py` has what a mesh does to the layer
+@pytest.mark.slow  # by default `test_pipeline_gradients.py` has stages with experts
 @pytest.mark.parametrize("case", [*CASES.values(), *MORE.values()], ids=[*CASES, *MORE])
 def test_equals_one_device(case):
     check(case)

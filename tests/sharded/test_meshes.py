@@ -123,7 +123,7 @@ def test_replicas_shards_and_stage_2_equal_one_device():
     assert_as_one_device(result, "untied", what="on three axes")
 
 
-@pytest.mark.slow  # `test_repeated_heads.py` has a mesh of kept weights
+@pytest.mark.slow  # by default `test_planning_receipt.py` has what a step of kept weights sends
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [("tied", "fsdp2-tensor4"), ("untied", "fsdp8")],

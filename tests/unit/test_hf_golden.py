@@ -235,7 +235,7 @@ def test_a_wrong_gradient_is_caught(change):
         assert_gradients_are_the_reference_s("deepseek_v3", change)
 
 
-@pytest.mark.slow  # with drafts: `test_engine_speculation.py`
+@pytest.mark.slow
 def test_longrope_rows_that_cross_over_are_run_again():
     """As without a cache, where each sequence is of one kind or the other by its length.
 
