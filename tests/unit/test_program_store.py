@@ -167,7 +167,7 @@ def test_scores_alone_have_a_program_of_their_own_where_none_with_all_settings_i
     programs = made(None)
     plain, wide = KEYS[0], dataclasses.replace(KEYS[2], is_full=True)
     scored, full = (dataclasses.replace(plain, **{name: True}) for name in ("is_scored", "is_full"))
-    programs.make([plain, wide])
+    programs.make([plain, wide, dataclasses.replace(full, length=16)])
     assert programs.ready(scored) == scored
     assert not plain.covers(scored)
     programs.make([full])

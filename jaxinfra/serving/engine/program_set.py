@@ -341,7 +341,8 @@ class ProgramSet:
             return key
         found = [each for each in list(self._made) if each.covers(key)]
         if not self._waited:  # those with scores alone are none of those that a server makes
-            found = [each for each in found if key.is_scored and each.rows == key.rows]
+            full = dataclasses.replace(key, is_full=True, is_scored=False)
+            return full if key.is_scored and full in self._made else key
         return min(found, key=lambda each: each.rows * each.length, default=key)
 
     def get(self, key: ProgramKey) -> Callable[..., Any]:
