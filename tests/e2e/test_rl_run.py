@@ -17,10 +17,13 @@ from e2e.processes import start as running_process
 from e2e.runs import assert_same_run, checkpoints, killed_at_the_second_save, metrics
 
 import jaxinfra
+from jaxinfra.config.model import stacked
 from jaxinfra.config.rl import RlConfig
 from jaxinfra.reinforcement import sampler
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
+from tests.exact_scores import LATENT, WINDOWED
+from tests.small_models import dense
 
 SIZES = {
     "training.steps": 20,
@@ -30,6 +33,14 @@ SIZES = {
     "rl.group_size": 4,
     "rl.max_new_tokens": 6,
     "rl.kl": 0.05,
+}
+
+
+WINDOWS = dense(vocab_size=300, tie_embeddings=False, attention=WINDOWED)
+LATENTS = dataclasses.replace(WINDOWS.blocks[0], mixer=LATENT)
+MODELS = {
+    "windows": WINDOWS,
+    "latents": dataclasses.replace(WINDOWS, stacks=stacked(LATENTS, num_layers=2)),
 }
 
 
@@ -134,7 +145,7 @@ def test_a_run_killed_ten_times_ends_as_if_nothing_had_happened(bench, start):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["full", "lora", "experts"])
+@pytest.mark.parametrize("kind", ["full", "lora", "experts", *MODELS])
 def test_exact_numerics_leave_no_difference_between_engine_and_trainer(
     bench, start, kind, monkeypatch
 ):
@@ -156,9 +167,11 @@ def test_exact_numerics_leave_no_difference_between_engine_and_trainer(
     (bench / "long.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     learn = jaxinfra.RlConfig(prompts=str(bench / "long.jsonl"), reward="own_rewards:by_length")
     lora = jaxinfra.LoraConfig(rank=2) if kind == "lora" else None
-    config = jaxinfra.start_from(
-        experts(bench) if kind == "experts" else start, rl=learn, lora=lora
-    )
+    if kind in MODELS:  # random ones
+        config = dataclasses.replace(small_run.config_of(), model=MODELS[kind], rl=learn)
+    else:
+        begin = experts(bench) if kind == "experts" else start
+        config = jaxinfra.start_from(begin, rl=learn, lora=lora)
     sizes = SIZES | {"training.sequence_length": 48, "training.steps": 8, "rl.max_running": 4}
     sizes["rl.max_new_tokens"] = 24
     sizes |= {"rl.steps_per_rollout": 1, "precision.numerics": "exact"}

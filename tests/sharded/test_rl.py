@@ -92,7 +92,13 @@ def test_an_engine_on_another_mesh_samples_what_one_device_does(four_devices):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("mesh", "rl"), [("mesh.fsdp=2 mesh.tensor=2", {"kl": 0.05}), ("mesh.fsdp=2", OWN)]
+    ("mesh", "rl"),
+    [
+        ("mesh.fsdp=2 mesh.tensor=2", {"kl": 0.05}),
+        ("mesh.fsdp=2", OWN),
+        ("mesh.fsdp=4 precision.numerics=exact", {"engine_mesh": "replica=2,tensor=2"}),
+        ("mesh.tensor=2 precision.numerics=exact", {"engine_mesh": "fsdp=2"}),
+    ],
 )
 def test_runs_learn_on_several_devices(four_devices, tmp_path, mesh, rl):
     rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(20)]
@@ -102,6 +108,8 @@ def test_runs_learn_on_several_devices(four_devices, tmp_path, mesh, rl):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert len(records) == 4
+    if "exact" in mesh:
+        assert {each["rl/engine_difference_max"] for each in records} == {0.0}
     assert records[0]["rl/engine_difference_max"] < 1e-5
     assert {each.get("rl/lag") for each in records} == ({0, 1} if "overlap" in rl else {None})
 
