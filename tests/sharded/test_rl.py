@@ -97,7 +97,7 @@ def test_an_engine_on_another_mesh_samples_what_one_device_does(four_devices):
         ("mesh.fsdp=2 mesh.tensor=2", {"kl": 0.05}),
         ("mesh.fsdp=2", OWN),
         ("mesh.fsdp=4 precision.numerics=exact", {"engine_mesh": "replica=2,tensor=2"}),
-        ("mesh.tensor=2 precision.numerics=exact", {"engine_mesh": "fsdp=2"}),
+        ("mesh.fsdp=2 mesh.tensor=2 precision.numerics=exact", {"engine_mesh": "fsdp=4"}),
     ],
 )
 def test_runs_learn_on_several_devices(four_devices, tmp_path, mesh, rl):
