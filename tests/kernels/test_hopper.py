@@ -247,14 +247,8 @@ LIKE_ANOTHER = {(72, 72), (80, 80), (112, 112), (160, 160), (192, 192)}
 
 # By default one; the backward pass is lowered with documents below. Each width and mask by itself
 # says where a fault is.
-@pytest.mark.parametrize(
-    ("widths", "kind"),
-    [
-        pytest.param(*case, marks=() if case == ((256, 256), "causal") else pytest.mark.slow)
-        for case in itertools.product(WIDTHS, SPECS)
-    ],
-    ids=str,
-)
+@pytest.mark.slow  # by default `test_attention_choice.py` lowers a forward kernel
+@pytest.mark.parametrize(("widths", "kind"), list(itertools.product(WIDTHS, SPECS)), ids=str)
 def test_forward_lowers(widths, kind):
     q, k, v, _ = operands(*widths, T=length_of(kind))
     spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])

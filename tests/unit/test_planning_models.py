@@ -120,6 +120,7 @@ def test_results_of_ones_own_devices_are_read_and_named(capsys, tmp_path):
     assert "--bench" in err
 
 
+@pytest.mark.slow
 def test_plan_prints_tables(capsys):
     code, out, _ = plan(
         capsys, "deepseek_v3", "--devices", "256", "--device", "h100", "--fix", "pipe=1,context=1"

@@ -68,7 +68,7 @@ def test_weights_without_a_master_learn_from_steps_below_their_last_place():
     assert bool(jnp.all((weight.astype(jnp.float32) + step).astype(jnp.bfloat16) == weight))
 
 
-@pytest.mark.slow_cases("fp8-lm")
+@pytest.mark.slow_cases("fp8-lm", "bf16")
 @pytest.mark.parametrize("name", SHORT)
 def test_short_moments_follow_adam(name):
     """Of a gradient with a mean, the direction is Adam's but for what is rounded away at each step:
