@@ -162,7 +162,7 @@ def write_peft(
             continue
         module = tensor.name.removesuffix(".weight")
         in_dim = _input_dim(adapted[0][0], adapted[0][1].num_inner)
-        a_RI, b_OR = _peft_pair(adapted, tensor.shape[1 - in_dim], in_dim, rank=lora.rank)
+        a_RI, b_OR = _peft_pair(adapted, tensor, in_dim, rank=lora.rank)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a_RI
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b_OR
         if lora.kind is AdapterKind.DORA:
@@ -214,10 +214,10 @@ def _peft_config(
 
 
 def _peft_pair(
-    adapted: list[tuple[Part, AdapterArrays]], num_outputs: int, in_dim: int, *, rank: int
+    adapted: list[tuple[Part, AdapterArrays]], tensor: Tensor, in_dim: int, *, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A [k R, I] and B [O, k R] of one of PEFT's tensors, which holds k adapted projections."""
-    b_OR = np.zeros((num_outputs, rank * len(adapted)), np.float32)
+    b_OR = np.zeros((tensor.shape[1 - in_dim], rank * len(adapted)), np.float32)
     rows = []
     for number, (part, found) in enumerate(adapted):
         a, b = found.a[part.index], found.b[part.index]
@@ -228,7 +228,7 @@ def _peft_pair(
         rows.append(a.reshape(rank, -1))
         block = b.reshape(-1, rank)
         columns = slice(number * rank, (number + 1) * rank)
-        b_OR[part.start : part.start + len(block), columns] = block
+        b_OR[_outputs(tensor, part, in_dim), columns] = block
     return np.concatenate(rows), b_OR
 
 
@@ -236,7 +236,7 @@ def _peft_magnitude(
     adapters: Adapters, tensor: Tensor, source: ParameterSource, in_dim: int
 ) -> np.ndarray:
     """The length of each output [O] of a tensor of theirs: trained, or as the base has it."""
-    vectors = []
+    vector_O = np.empty(tensor.shape[1 - in_dim], np.float32)
     for part in tensor.parts:
         found = adapters.of(part.path)
         ours, theirs = part.layout.ours, part.layout.theirs
@@ -250,8 +250,25 @@ def _peft_magnitude(
             assert found.magnitude is not None
             vector = found.magnitude[part.index]
         order = [outer.index(letter) for letter in theirs[1 - in_dim]]
-        vectors.append(vector.transpose(order).reshape(-1))
-    return np.concatenate(vectors).astype(np.float32)
+        vector_O[_outputs(tensor, part, in_dim)] = vector.transpose(order).reshape(-1)
+    return vector_O
+
+
+def _outputs(tensor: Tensor, part: Part, in_dim: int) -> np.ndarray:
+    """The numbers of a part's outputs among those of its tensor, whose groups may be interleaved.
+
+    Raises:
+        ConfigError: the parts have inputs of their own.
+    """
+    if len(tensor.parts) > 1 and tensor.fused_dim == in_dim:
+        raise ConfigError(
+            f"{tensor.name} joins inputs of several projections, whose adapters PEFT has no form "
+            "for; leave its projections out of the targets"
+        )
+    groups = tensor.groups
+    per_group = part.layout.their_shape[1 - in_dim] // groups
+    first = np.arange(groups) * (tensor.shape[1 - in_dim] // groups) + part.start
+    return (first[:, None] + np.arange(per_group)[None]).reshape(-1)
 
 
 def _input_dim(part: Part, num_inner: int) -> int:
@@ -420,7 +437,7 @@ def _fill(arrays: dict[str, np.ndarray], module: _Module, part: Part, *, ratio: 
     inner, outer = part.layout.ours[:num_inner], part.layout.ours[num_inner:]
     in_dim = _input_dim(part, num_inner)
     theirs_in, theirs_out = part.layout.theirs[in_dim], part.layout.theirs[1 - in_dim]
-    rows = slice(part.start, part.start + math.prod(sizes[letter] for letter in outer))
+    rows = _outputs(module.tensor, part, in_dim)
     a_theirs = module.a_RI.reshape(rank, *(sizes[letter] for letter in theirs_in))
     b_theirs = module.b_OR[rows].reshape(*(sizes[letter] for letter in theirs_out), rank)
     a[layer][..., :rank] = a_theirs.transpose(*_order(theirs_in, inner, offset=1), 0)

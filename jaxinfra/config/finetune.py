@@ -10,6 +10,8 @@ from jaxinfra.errors import ConfigError, nearest
 PROJECTIONS = (
     *("query", "key", "value", "out", "gate", "up", "down"),
     *("query_down", "query_up", "kv_down", "kv_up"),  # of latent attention
+    # Of gated attention, and of layers with a state; such a layer's gate goes by "gate" too.
+    *("out_gate", "in_gate", "gate_down", "beta", "decay", "decay_down", "step", "step_down"),
 )
 """Projections of a block, which low-rank adapters may be put beside."""
 

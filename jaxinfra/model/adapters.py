@@ -31,33 +31,47 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
     Raises:
         ConfigError: no block has a projection with a target's name, or experts have it.
     """
-    missing = set(config.targets)
-    for block in decoder.blocks:
-        projections = {
-            path.rpartition("/")[2]: node for path, node in projections_of(block).items()
-        }
-        has_experts = isinstance(block.mlp, Experts)
-        for name in config.targets:
-            if name not in projections:
-                if has_experts and name in _OF_EXPERTS:
-                    raise ConfigError(
-                        f"lora target {name!r}: this model's experts have no adapters; name others"
-                    )
-                continue
-            missing.discard(name)
-            projection = projections[name]
-            weight = projection.weight
-            projection.adapter = Adapter(
-                config,
-                projection.spec,
-                weight=weight.get_value(),
-                dims=weight.axes,
-                multiply=projection.multiply,
-                policy=projection.policy,
-                rngs=rngs,
+    blocks = [projections_of(block) for block in decoder.blocks]
+    mixers = {_name(path) for each in blocks for path in each if path.startswith("attention/")}
+    for name in config.targets:
+        if not any(_name(path) == name for each in blocks for path in each):
+            has_experts = any(isinstance(block.mlp, Experts) for block in decoder.blocks)
+            experts = ", and its experts have no adapters" if has_experts else ""
+            raise ConfigError(
+                f"lora target {name!r}: this model has no such projection{experts}; name others"
             )
-    for name in sorted(missing):
-        raise ConfigError(f"lora target {name!r}: this model has no such projection; name others")
+        # Else experts would be left out though others with this name are not.
+        if name in _OF_EXPERTS and name not in mixers:
+            _require_no_experts(decoder, name)
+    for projections in blocks:
+        for name in config.targets:
+            for path, projection in projections.items():
+                if _name(path) == name:
+                    _adapt(projection, config, rngs)
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _require_no_experts(decoder: Decoder, name: str) -> None:
+    if any(isinstance(block.mlp, Experts) for block in decoder.blocks):
+        raise ConfigError(
+            f"lora target {name!r}: this model's experts have no adapters; name others"
+        )
+
+
+def _adapt(projection: Projection, config: LoraConfig, rngs: nnx.Rngs) -> None:
+    weight = projection.weight
+    projection.adapter = Adapter(
+        config,
+        projection.spec,
+        weight=weight.get_value(),
+        dims=weight.axes,
+        multiply=projection.multiply,
+        policy=projection.policy,
+        rngs=rngs,
+    )
 
 
 def projections_of(block: Block) -> dict[str, Projection]:
