@@ -19,6 +19,10 @@ from pallas_kernels.common.dot import einsum_f32
 
 CHUNK = 64
 """Most positions of a chunk; a chunk's own work grows with it, and the number of states shrinks."""
+_NEAR = 8
+"""Most positions of a block whose pairs have a factor for each channel."""
+_TOGETHER = 8
+"""Number of chunks whose near pairs' factors take room at a time."""
 
 
 class _Chunk(NamedTuple):
@@ -64,11 +68,12 @@ def chunked(
     document = cut(document_BT, mode="edge")
     before_JB = jnp.concatenate([jnp.zeros_like(document[:1, :, -1]), document[:-1, :, -1]])
     prepare = jax.checkpoint(_prepared)
+    arrays = (q, k, v, log, beta, document, before_JB)
     if log.shape[-1] == 1:
-        chunks = jax.vmap(prepare)(q, k, v, log, beta, document, before_JB)
+        chunks = jax.vmap(prepare)(*arrays)
     else:
-        # Each pair of positions has a factor per channel, which only one chunk's may take room for.
-        chunks = jax.lax.map(lambda each: prepare(*each), (q, k, v, log, beta, document, before_JB))
+        # Near pairs of positions have a factor per channel: only a few chunks' may take room.
+        chunks = jax.lax.map(lambda each: prepare(*each), arrays, batch_size=_TOGETHER)
     state_BNGHV = state_BMHV.astype(jnp.float32).reshape(batch, *heads, width, -1)
     step = jax.checkpoint(functools.partial(_step, dtype=q_BTNH.dtype))
     state_BNGHV, out = jax.lax.scan(step, state_BNGHV, chunks)
@@ -128,16 +133,42 @@ def _decayed_products(
     a_BiNH: jax.Array, b_BjNH: jax.Array, sum_BiNGX: jax.Array, visible_B11ij: jax.Array
 ) -> jax.Array:
     """Products of visible pairs, decayed from j to i: fp32 [B, N, G, i, j], else 0."""
-    # The differences first: exp of either sum alone may overflow.
     sum_BNGiX = jnp.moveaxis(sum_BiNGX, 1, -2)
-    passed_BNGijX = sum_BNGiX[..., :, None, :] - sum_BNGiX[..., None, :, :]
-    decay_BNGijX = jnp.exp(jnp.where(visible_B11ij[..., None], passed_BNGijX, -jnp.inf))
-    if decay_BNGijX.shape[-1] == 1:
-        products_BNij = einsum_f32("BiNH,BjNH->BNij", a_BiNH, b_BjNH)
-        return products_BNij[:, :, None] * decay_BNGijX[..., 0]
-    a_BNiH, b_BNjH = (jnp.moveaxis(x, 1, 2).astype(jnp.float32) for x in (a_BiNH, b_BjNH))
-    pairs_BNijH = a_BNiH[:, :, :, None] * b_BNjH[:, :, None]
-    return jnp.sum(pairs_BNijH[:, :, None] * decay_BNGijX, axis=-1)
+    if sum_BNGiX.shape[-1] == 1:
+        # The differences first: exp of either sum alone may overflow.
+        passed_BNGij = sum_BNGiX - jnp.swapaxes(sum_BNGiX, -2, -1)
+        decay_BNGij = jnp.exp(jnp.where(visible_B11ij, passed_BNGij, -jnp.inf))
+        return einsum_f32("BiNH,BjNH->BNij", a_BiNH, b_BjNH)[:, :, None] * decay_BNGij
+    a_BNGiH, b_BNGjH = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (a_BiNH, b_BjNH))
+    return jnp.where(visible_B11ij, _of_channels(a_BNGiH, b_BNGjH, sum_BNGiX), 0.0)
+
+
+def _of_channels(a_BNGiH: jax.Array, b_BNGjH: jax.Array, sum_BNGiH: jax.Array) -> jax.Array:
+    """Products of pairs j <= i whose channels decay from j to i, fp32 [B, N, G, i, j]; others 0.
+
+    Pairs of the block's two halves are a matmul: from the sum between the halves, the decays of
+    both operands are at most 1. Pairs within a half are found alike, those of few positions one by
+    one, as their factors from one place could be out of range.
+    """
+    size = sum_BNGiH.shape[-2]
+    if size <= _NEAR:
+        passed_BNGijH = sum_BNGiH[..., :, None, :] - sum_BNGiH[..., None, :, :]
+        is_before_ij1 = jnp.tri(size, dtype=bool)[:, :, None]
+        decay_BNGijH = jnp.exp(jnp.where(is_before_ij1, passed_BNGijH, -jnp.inf))
+        a, b = (x.astype(jnp.float32) for x in (a_BNGiH, b_BNGjH))
+        return jnp.sum(a[..., :, None, :] * b[..., None, :, :] * decay_BNGijH, axis=-1)
+    half, dtype = size // 2, a_BNGiH.dtype
+    between = sum_BNGiH[..., half - 1 : half, :]
+    (first_a, last_a), (first_b, last_b), (first_sum, last_sum) = (
+        (x[..., :half, :], x[..., half:, :]) for x in (a_BNGiH, b_BNGjH, sum_BNGiH)
+    )
+    read = (last_a.astype(jnp.float32) * jnp.exp(last_sum - between)).astype(dtype)
+    written = (first_b.astype(jnp.float32) * jnp.exp(between - first_sum)).astype(dtype)
+    across = einsum_f32("BNGiH,BNGjH->BNGij", read, written)
+    first = _of_channels(first_a, first_b, first_sum)
+    last = _of_channels(last_a, last_b, last_sum)
+    before = jnp.pad(first, [(0, 0)] * (first.ndim - 1) + [(0, size - half)])
+    return jnp.concatenate([before, jnp.concatenate([across, last], axis=-1)], axis=-2)
 
 
 def _step(
