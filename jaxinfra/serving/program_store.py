@@ -74,8 +74,7 @@ class ProgramStore:
         data = self._read(name)
         if data is None:
             return None
-        if devices[0].platform == "gpu":
-            _find_runtime()
+        _find_runtime(devices[0].platform)
         try:
             serialized, out_tree = pickle.loads(data)
             return serialize_executable.deserialize_and_load(
@@ -181,9 +180,12 @@ class Noted:
 
 
 @functools.cache
-def _find_runtime() -> None:
-    """Lets XLA find the library that stored Mosaic kernels call; tracing one does it, too."""
-    importlib.import_module("jax.experimental.mosaic.gpu")
+def _find_runtime(platform: str) -> None:
+    """Lets XLA find the libraries that stored programs call; tracing such a call does it, too."""
+    if platform == "gpu":  # Mosaic kernels
+        importlib.import_module("jax.experimental.mosaic.gpu")
+    elif platform == "cpu":  # triangular systems, of layers with a state
+        importlib.import_module("jaxlib.lapack").prepare_lapack_call("trsm_ffi", "float32")
 
 
 def program_name(devices: Sequence[jax.Device], *parts: object) -> str:

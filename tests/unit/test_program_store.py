@@ -77,15 +77,19 @@ def test_a_damaged_file_is_compiled_again_and_said(tmp_path, caplog):
     assert third.num_loaded == 1
 
 
-_OF_A_KERNEL = """
+_LOADS = """
 import functools, pathlib, sys
 import jax, jax.numpy as jnp
 from jaxinfra.serving.engine.program_set import Prepared, ProgramKey, ProgramSet
 from jaxinfra.serving.program_store import ProgramStore
 from pallas_kernels.few_rows_matmul import few_rows_matmul
 key = ProgramKey(name="step", rows=8)
-given = jnp.ones((8, 1024), jnp.bfloat16), jnp.ones((1024, 1024), jnp.bfloat16)
-prepared = Prepared(functools.partial(few_rows_matmul, implementation="hopper"), given)
+if sys.argv[2] == "kernel":
+    given = jnp.ones((8, 1024), jnp.bfloat16), jnp.ones((1024, 1024), jnp.bfloat16)
+    prepared = Prepared(functools.partial(few_rows_matmul, implementation="hopper"), given)
+else:
+    given = jnp.eye(3), jnp.full((3, 1), 2.0)
+    prepared = Prepared(functools.partial(jax.lax.linalg.triangular_solve, left_side=True), given)
 store, devices = ProgramStore(pathlib.Path(sys.argv[1])), jax.local_devices()[:1]
 programs = ProgramSet(lambda _: prepared, devices=devices, model=["a"], store=store)
 programs.make([key])
@@ -93,15 +97,27 @@ print(programs.num_loaded, float(programs.get(key)(*given)[0, 0]))
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICES[0].platform != "gpu", reason="needs a Hopper GPU")
-def test_a_process_that_traces_no_kernel_loads_one(tmp_path):
-    command = [sys.executable, "-c", _OF_A_KERNEL, str(tmp_path)]
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [
+        pytest.param(
+            "kernel",
+            "1024.0",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(DEVICES[0].platform != "gpu", reason="needs a Hopper GPU"),
+            ],
+        ),
+        pytest.param("system", "2.0", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_traces_no_call_of_a_library_loads_one(tmp_path, what, number):
+    command = [sys.executable, "-c", _LOADS, str(tmp_path), what]
     said = [
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         for _ in range(2)
     ]
-    assert said == [["0", "1024.0"], ["1", "1024.0"]]
+    assert said == [["0", number], ["1", number]]
 
 
 def test_the_files_used_longest_ago_are_deleted(tmp_path):
