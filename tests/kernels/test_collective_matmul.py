@@ -155,8 +155,9 @@ def test_a_block_alone_computes_all_tiles_in_the_interpreter(
     monkeypatch.setattr(kind, "signal", lambda self, flag, peer: None)
     rng = np.random.default_rng(5)
     gathers = kind is GatherFromItself
-    x = rng.normal(size=(1, 256 if gathers else 512, 256)).astype(jnp.bfloat16)
-    weight = (rng.normal(size=(320, 256) if transposed else (256, 320)) / 16).astype(jnp.bfloat16)
+    K = 512  # eight chunks are pushed, through four slots
+    x = rng.normal(size=(1, 256 if gathers else 512, K)).astype(jnp.bfloat16)
+    weight = (rng.normal(size=(320, K) if transposed else (K, 320)) / 22).astype(jnp.bfloat16)
     run = functools.partial(
         looped, kind, transposed=transposed, lead=2, num_pushers=1, in_any_order=False
     )

@@ -89,7 +89,7 @@ class AllGatherKernel(CollectiveKernel):
             count = lax.div(total - worker + pushers - 1, pushers)
 
             def step(j, _):
-                pl.when(j < count)(lambda: self._take_chunk(gmem, smem, j))
+                # Before this step's chunk is taken, into the slot that the send frees.
                 sent = j - (stages - 1)
 
                 @pl.when((sent >= 0) & (sent < count))
@@ -99,6 +99,7 @@ class AllGatherKernel(CollectiveKernel):
                 # Empty groups behind the last chunk, so that each step has one to wait for.
                 pl.when(sent >= count)(plgpu.commit_smem_to_gmem_group)
                 pl.when(sent >= UNTOLD)(lambda: self._tell_chunk(smem, sent - UNTOLD))
+                pl.when(j < count)(lambda: self._take_chunk(gmem, smem, j))
 
             for slot in range(stages):
                 plgpu.barrier_arrive(smem.free.at[slot])
