@@ -10,7 +10,7 @@ from pallas_kernels.common.chosen import choose
 from pallas_kernels.common.errors import InputError
 from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.linear_attention.chunked import chunked
-from pallas_kernels.linear_attention.hopper import delta, gates, in_slots
+from pallas_kernels.linear_attention.hopper import gates, in_chunks, in_slots
 from pallas_kernels.linear_attention.reference import one_token
 from pallas_kernels.linear_attention.selective import selective
 
@@ -44,9 +44,10 @@ def linear_attention(
         state: state before the first token, [B, M, H, V]; None: zeros.
         segment_ids: documents of packed rows, int32 [B, T]. A document after the first of a row
             starts from zeros; the first one goes on from ``state``.
-        implementation: "hopper" (Mosaic GPU; a delta rule with a decay per head, bf16, keys of 128
-            channels) or "xla". "auto" takes "hopper" for supported calls of 64 tokens or more, else
-            "xla". A kernel runs on one device: call it inside ``shard_map``, or name "xla".
+        implementation: "hopper" (Mosaic GPU; a decay per head, or per channel with a beta; bf16,
+            keys of 128 channels and values of 64, 128 or 192) or "xla". "auto" takes "hopper" for
+            supported calls of 64 tokens or more, else "xla". A kernel runs on one device: call it
+            inside ``shard_map``, or name "xla". XLA computes gradients of decays per channel.
 
     Returns:
         Outputs [B, T, M, V] in v's dtype, and the state [B, M, H, V] in fp32.
@@ -71,7 +72,7 @@ def linear_attention(
     is_short = implementation == "auto" and length < gates.CHUNK
     chosen = choose(
         "linear attention", "xla" if is_short else implementation, ("hopper", "xla"),
-        lambda: delta.unsupported(q, v, log_decay, beta),
+        lambda: in_chunks.unsupported(q, v, log_decay, beta, rates),
     )  # fmt: skip
     if length == 1 and chosen == "xla":
         log_decay = log_decay if rates is None else log_decay[..., None] * rates[None, None]
@@ -85,9 +86,11 @@ def linear_attention(
     if rates is not None:
         out, state = selective(q, k, v, log_decay, rates, state, document_BT)
         return out.astype(v.dtype), state
-    if chosen == "hopper":
+    if chosen == "hopper" and log_decay.ndim == 4:
         assert beta is not None, "unsupported"
-        return delta.gated_delta(q, k, v, log_decay, beta, state, document_BT)
+        return in_chunks.by_channel(q, k, v, log_decay, beta, state, document_BT)
+    if chosen == "hopper":
+        return in_chunks.in_chunks(q, k, v, log_decay, beta, state, document_BT)
     out, state = chunked(q, k, v, log_decay, beta, state, document_BT)
     return out.astype(v.dtype), state
 

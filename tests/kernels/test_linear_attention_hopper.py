@@ -58,7 +58,7 @@ def formula(given, cotangents):
 
     def attend(given):
         names = ("q", "k", "v", "log_decay", "beta", "state")
-        q, k, v, log_decay, beta, state = (given[name] for name in names)
+        q, k, v, log_decay, beta, state = (given.get(name) for name in names)
         return reference(q, k, v, log_decay, beta, state, document)
 
     wide = {n: x.astype(jnp.float32) for n, x in given.items() if n != "segment_ids"}
@@ -102,8 +102,7 @@ def test_short_calls_and_other_devices_use_xla():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"beta": None}, "without a beta"),
-        ({"log_decay": jnp.zeros((2, 150, 4, 128))}, "a number per channel"),
+        ({"beta": None, "log_decay": jnp.zeros((2, 150, 4, 128))}, "a number per channel"),
         ({name: jnp.zeros((2, 150, 4, 128)) for name in "qkv"}, "multiply bfloat16"),
         ({name: jnp.zeros((2, 150, 4, 64), jnp.bfloat16) for name in "qk"}, "keys of 128"),
     ],
@@ -197,9 +196,15 @@ def test_gates_are_decays_within_documents():
     [SHAPE, (1, 320, 4, 4, 128, 64), (9, 192, 8, 16, 128, 128)],
     ids=["shared keys", "own keys", "more blocks than processors"],
 )
-def test_results_and_gradients_are_those_of_the_formula(shape):
+@pytest.mark.parametrize("kind", ["delta", "channels", "space"])
+def test_results_and_gradients_are_those_of_the_formula(shape, kind):
     """On the way to any of them at most 16 operands of products are rounded, to 8 bits each."""
     given, d_results = inputs(shape), cotangents(shape)
+    if kind == "channels":
+        channels = jnp.linspace(0.5, 1.5, shape[4])
+        given["log_decay"] = jnp.einsum("BTN,K->BTNK", given["log_decay"], channels)
+    if kind == "space":
+        del given["beta"]
     run = jax.jit(pulled)
     got, again = run(given, d_results), run(given, d_results)
     jax.tree.map(np.testing.assert_array_equal, got, again)

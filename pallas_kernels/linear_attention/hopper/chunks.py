@@ -24,7 +24,7 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 from pallas_kernels.hopper.tile import column_layout, row_layout, tile_layout, tiled
 
-from .gates import CHUNK, Gate, load_gate, passed
+from .gates import CHUNK, Gate, load_gate, load_numbers, passed
 
 COLUMNS = 64  # value columns of a warpgroup
 
@@ -33,8 +33,10 @@ COLUMNS = 64  # value columns of a warpgroup
 class ChunkKernel:
     """Kernel of one call; a subclass computes a chunk.
 
-    Operands by name are q and k [B, T, N, H], values [B, T, M, V], gates, inverses and "start", the
-    first state, fp32 [B, M, V, H]. The last state is the result "end".
+    Operands by name are q and k [B, T, N, H], values [B, T, M, V], gates, inverses for the delta
+    rule, and "start", the first state, fp32 [B, M, V, H]. The last state is the result "end".
+    Where channels have decays of their own, q and k are per value head, and "kept", "weights" and
+    "decays" are operands instead of gates, all as of ``channels.prepared``.
     """
 
     name: ClassVar[str]  # in profiler traces
@@ -47,6 +49,8 @@ class ChunkKernel:
     width: int
     value_width: int
     together: int  # warpgroups of a block, with 64 columns each
+    has_delta: bool  # whether values are replaced by the delta rule; else they are added
+    by_channel: bool  # whether tokens are decayed, and P computed, before
     dtype: jnp.dtype
 
     @classmethod
@@ -59,8 +63,9 @@ class ChunkKernel:
         together = 2 if is_full and value_width % (2 * COLUMNS) == 0 else 1
         kernel = cls(
             num_keys=operands["k"].shape[2], num_values=num_values, value_width=value_width,
-            num_chunks=operands["gates"].shape[2], width=operands["k"].shape[3],
-            together=together, dtype=operands["k"].dtype,
+            num_chunks=operands["k"].shape[1] // CHUNK, width=operands["k"].shape[3],
+            together=together, has_delta="inverses" in operands, by_channel="kept" in operands,
+            dtype=operands["k"].dtype,
         )  # fmt: skip
         return launch(
             kernel.block,
@@ -76,7 +81,7 @@ class ChunkKernel:
     @property
     def num_stages(self) -> int:
         """Number of chunks whose operands shared memory holds."""
-        return 3
+        return 2 if self.by_channel and self.together > 1 else 3
 
     @property
     def parts(self) -> int:
@@ -86,20 +91,26 @@ class ChunkKernel:
     def scratch(self) -> dict[str, Any]:
         """Returns a block's shared memory buffers and barriers, by name."""
         tile, stages = tiled(128), self.num_stages
-        keys, square = (stages, CHUNK, self.width), (stages, CHUNK, CHUNK)
+        tokens, square = CHUNK * (1 + self.has_weights), (stages, CHUNK, CHUNK)
         values = (self.together, CHUNK, COLUMNS)
-        copies = 3 + self.together + self.has_weights
+        copies = 2 + self.together + self.has_weights + self.has_delta + 2 * self.by_channel
         buffers = {
-            "k": plgpu.SMEM(keys, self.dtype, transforms=tile),
+            # Keys, and behind them queries, so that one product can read both.
+            "keys": plgpu.SMEM((stages, tokens, self.width), self.dtype, transforms=tile),
             "values": plgpu.SMEM((stages, *values), self.dtype, transforms=tile),
-            "inverses": plgpu.SMEM(square, self.dtype, transforms=tile),
             "out": plgpu.SMEM(values, self.dtype, transforms=tile),
         }
+        if self.has_delta:
+            buffers["inverses"] = plgpu.SMEM(square, self.dtype, transforms=tile)
         if self.has_weights:
-            buffers["q"] = plgpu.SMEM(keys, self.dtype, transforms=tile)
             buffers["weights"] = plgpu.SMEM(square, self.dtype, transforms=tile)
+        if self.by_channel:
+            kept = (stages, CHUNK, self.width)
+            buffers["kept"] = plgpu.SMEM(kept, self.dtype, transforms=tile)
+            buffers["decays"] = plgpu.SMEM((stages, self.width), jnp.float32)
+        else:
+            buffers["gates"] = plgpu.SMEM((stages, len(Gate), CHUNK), jnp.float32)
         return buffers | {
-            "gates": plgpu.SMEM((stages, len(Gate), CHUNK), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             "weights_full": plgpu.Barrier(num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=self.together, num_barriers=stages),
@@ -137,7 +148,7 @@ class ChunkKernel:
             load(jnp.int32(it))
 
         def step(it, _):
-            if self.has_weights:
+            if self.has_weights and not self.by_channel:
                 self.weigh(smem, lax.rem(it, self.num_stages))
             pl.when(it + ahead < self.num_chunks)(lambda: load(it + ahead))
 
@@ -149,15 +160,19 @@ class ChunkKernel:
         slot, rows = lax.rem(it, self.num_stages), pl.ds(chunk * CHUNK, CHUNK)
         full = smem.full.at[slot]
         plgpu.barrier_wait(smem.empty.at[slot])
-        plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, n], smem.k.at[slot], full)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, n], keys_of(smem, slot), full)
         if self.has_weights:
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[slot], full)
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], queries_of(smem, slot), full)
         for w in range(self.together):
             columns = pl.ds((part * self.together + w) * COLUMNS, COLUMNS)
             source = gmem.values.at[b, rows, m, columns]
             plgpu.copy_gmem_to_smem(source, smem.values.at[slot, w], full)
-        plgpu.copy_gmem_to_smem(gmem.inverses.at[b, m, chunk], smem.inverses.at[slot], full)
-        plgpu.copy_gmem_to_smem(gmem.gates.at[b, m, chunk], smem.gates.at[slot], full)
+        if self.has_delta:
+            plgpu.copy_gmem_to_smem(gmem.inverses.at[b, m, chunk], smem.inverses.at[slot], full)
+        numbers = ("kept", "weights", "decays") if self.by_channel else ("gates",)
+        for name in numbers:
+            place = (b, rows, m) if name == "kept" else (b, m, chunk)
+            plgpu.copy_gmem_to_smem(getattr(gmem, name).at[place], getattr(smem, name).at[slot], full)
 
     def weigh(self, smem, slot) -> None:
         """Computes P of the slot's chunk: rows j, columns i."""
@@ -165,7 +180,7 @@ class ChunkKernel:
         gates = smem.gates.at[slot]
 
         def product(acc):
-            plgpu.wgmma(acc, smem.k.at[slot], smem.q.at[slot].transpose((1, 0)))
+            plgpu.wgmma(acc, keys_of(smem, slot), queries_of(smem, slot).transpose((1, 0)))
             return plgpu.wgmma_accumulator_load(acc)
 
         weights = pl.run_scoped(product, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
@@ -214,12 +229,22 @@ class ChunkKernel:
 
     def by_column(self, smem, at: "ChunkStep", x: jax.Array, gate: Gate) -> jax.Array:
         """Multiplies the columns of a transposed tile, which are tokens, by a gate."""
+        if self.by_channel:
+            return x  # what it was multiplied with has the decay
         numbers = load_gate(smem.gates.at[at.slot], gate, column_layout())
         return x * lax.broadcast_in_dim(numbers, x.shape, [1])
 
-    def decay(self, smem, at: "ChunkStep") -> jax.Array:
-        """Returns the state's decay over the whole chunk."""
-        return smem.gates[at.slot, Gate.ENTERED, CHUNK - 1]
+    def decayed(self, smem, at: "ChunkStep", state: jax.Array) -> jax.Array:
+        """Computes what the whole chunk's decay leaves of the state."""
+        if not self.by_channel:
+            return state * smem.gates[at.slot, Gate.ENTERED, CHUNK - 1]
+        decays = load_numbers(smem.decays.at[at.slot], self.width, column_layout())
+        return state * lax.broadcast_in_dim(decays, state.shape, [1])
+
+    def await_weights(self, smem, at: "ChunkStep") -> None:
+        """Waits for P of the chunk."""
+        if not self.by_channel:
+            plgpu.barrier_wait(smem.weights_full.at[at.slot])
 
     def write(self, smem, at: "ChunkStep", tile: jax.Array, sink) -> None:
         """Starts the copy of a transposed tile [64, 64] to tokens' values in global memory."""
@@ -227,6 +252,21 @@ class ChunkKernel:
         smem.out.at[at.wg].transpose((1, 0))[...] = tile.astype(self.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem.out.at[at.wg], sink.at[at.place])
+
+
+def keys_of(smem, slot) -> Any:
+    """A chunk's keys in shared memory, [64, H]."""
+    return smem.keys.at[slot, pl.ds(0, CHUNK)]
+
+
+def queries_of(smem, slot) -> Any:
+    """A chunk's queries in shared memory, [64, H]."""
+    return smem.keys.at[slot, pl.ds(CHUNK, CHUNK)]
+
+
+def kept_keys(smem, slot) -> Any:
+    """What a chunk's values are multiplied with for the state after it, [64, H]."""
+    return smem.kept.at[slot] if hasattr(smem, "kept") else keys_of(smem, slot)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ class Gate(enum.IntEnum):
     SUM = 0  # logarithms of decay, base 2, summed from the chunk's first token to this one
     BETA = 1
     ENTERED = 2  # decay from the state that enters the chunk to this token; 0 in a new document
-    WRITTEN = 3  # beta times decay to the chunk's end; 0 if the document ends before
-    FIRST = 4  # place in the chunk of the first token of this token's document
+    FIRST = 3  # place in the chunk of the first token of this token's document
+    WRITTEN = 4  # beta times decay to the chunk's end; 0 if the document ends before
 
 
 def by_chunks(x_BT_: jax.Array) -> jax.Array:
@@ -38,16 +38,21 @@ _LEAST_BETA = 2.0**-100
 """Stands for a beta of 0, by which the backward pass divides: it adds less than rounding does."""
 
 
-def gates(log_decay_BTM: jax.Array, beta_BTM: jax.Array, document_BT: jax.Array) -> jax.Array:
+def gates(
+    log_decay_BTM: jax.Array | None, beta_BTM: jax.Array, document_BT: jax.Array
+) -> jax.Array:
     """Computes fp32 [B, M, J, G, 64]; T must be a multiple of 64.
 
     Args:
+        log_decay_BTM: None: heads have no decay.
         document_BT: number of each token's document in its row, from 0 on; 0 goes on from the
             given state.
     """
 
     beta_BMJi = jnp.maximum(by_chunks(beta_BTM.astype(jnp.float32)), _LEAST_BETA)
-    sum_BMJi = jnp.cumsum(by_chunks(log_decay_BTM.astype(jnp.float32)), axis=-1)
+    sum_BMJi = jnp.zeros_like(beta_BMJi)
+    if log_decay_BTM is not None:
+        sum_BMJi = jnp.cumsum(by_chunks(log_decay_BTM.astype(jnp.float32)), axis=-1)
     # Else XLA would transpose once per gate, and element by element.
     sum_BMJi, beta_BMJi = lax.optimization_barrier((sum_BMJi, beta_BMJi))
     document_BJi = by_chunks(document_BT)
@@ -62,25 +67,33 @@ def gates(log_decay_BTM: jax.Array, beta_BTM: jax.Array, document_BT: jax.Array)
         Gate.SUM: sum_BMJi * LOG2E,
         Gate.BETA: beta_BMJi,
         Gate.ENTERED: jnp.exp(jnp.where(goes_on_B1Ji, sum_BMJi, -jnp.inf)),
-        Gate.WRITTEN: beta_BMJi * left_BMJi,
         Gate.FIRST: jnp.broadcast_to(first_B1Ji, sum_BMJi.shape),
+        Gate.WRITTEN: beta_BMJi * left_BMJi,
     }
     return jnp.stack([rows[gate] for gate in Gate], axis=-2)
 
 
 def load_gate(gates, gate: Gate, layout: Any) -> jax.Array:
     """Loads a gate's 64 numbers from a value head's gates in shared memory, [G, 64]."""
+    return load_numbers(gates, CHUNK, layout, row=int(gate))
+
+
+def load_numbers(numbers, count: int, layout: Any, *, row: int | None = None) -> jax.Array:
+    """Loads fp32 numbers, or a row of them, from shared memory."""
 
     # ``plgpu.load`` would be the same, but Pallas's search for layouts does not end with several.
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK,), jnp.float32, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=layout),
     )
-    def load(_, gates):
-        row = mgpu_utils.memref_slice(gates, (int(gate),))
-        return mgpu.FragmentedArray.load_untiled(row, layout=layout.to_mgpu(), optimized=False)
+    def load(_, numbers):
+        if row is not None:
+            numbers = mgpu_utils.memref_slice(numbers, (row,))
+        return mgpu.FragmentedArray.load_untiled(
+            numbers, layout=layout.to_mgpu(), optimized=False
+        )
 
-    return load(gates)
+    return load(numbers)
 
 
 def passed(gates, *, is_strict: bool, by_reader: bool = False) -> jax.Array:

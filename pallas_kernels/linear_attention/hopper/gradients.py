@@ -1,7 +1,7 @@
 """Gradients of the tokens of all chunks side by side.
 
 With S the state that enters a chunk, dS the cotangent of the one that leaves it, Y and dR, every
-gradient is a sum of products within the chunk:
+gradient is a sum of products within the chunk (without the delta rule, those without dN and dR):
 
     dQ = entered (dO S) + dP K,             dP = decay (dO Y') beta,
     later = dN K - entered (dR S),          dN = -decay (dR Y') beta without the diagonal,
@@ -9,14 +9,17 @@ gradient is a sum of products within the chunk:
 
 Decays need no products of their own: where a query or a key multiplies a product, the decay of its
 token does too, so the gradient of a sum of logarithms is ``q . dQ + k . later - k . earlier``.
-A block has a warpgroup for each of the three sums, and adds those of a key head's value heads.
+A block has a warpgroup for each of the three sums, and adds those of a key head's value heads. It
+goes from one chunk's key head to another, and copies the next value head's operands ahead.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width, J chunk.
 """
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+import itertools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 from pallas_kernels.hopper.tile import column_layout, row_layout, tile_layout, tiled
@@ -66,7 +70,8 @@ def token_gradients(
     gates = operands["gates"]
     batch, length = operands["k"].shape[:2]
     values = {"d_out": d_out, "solved": solved, "d_v": d_v, "states": states, "d_states": d_states}
-    found = _launched({name: operands[name] for name in ("q", "k", "gates")} | values)
+    named = {name: operands[name] for name in ("q", "k", "gates")} | values
+    found = _launched(named, has_delta="inverses" in operands)
 
     def by_tokens(x: jax.Array) -> jax.Array:
         """[B, M, J, i] as [B, T, M]."""
@@ -82,13 +87,13 @@ def token_gradients(
     return found["d_q"], found["d_k"], by_tokens(d_log), by_tokens(d_beta)
 
 
-def _launched(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _launched(operands: dict[str, jax.Array], *, has_delta: bool) -> dict[str, jax.Array]:
     """Runs the kernel: "d_q" and "d_k" [B, T, N, H], "rows" fp32 [B, M, J, rows, 64]."""
     k, (batch, num_values, num_chunks) = operands["k"], operands["gates"].shape[:3]
     num_keys, width = k.shape[2:]
     kernel = _TokenGradients(
-        num_keys=num_keys, num_values=num_values, num_chunks=num_chunks,
-        width=width, value_width=operands["d_out"].shape[3], dtype=k.dtype,
+        batch=batch, num_keys=num_keys, num_values=num_values, num_chunks=num_chunks,
+        has_delta=has_delta, width=width, value_width=operands["d_out"].shape[3], dtype=k.dtype,
     )  # fmt: skip
     by_key = jax.ShapeDtypeStruct(k.shape, k.dtype)
     rows = jax.ShapeDtypeStruct((batch, num_values, num_chunks, len(_Row), CHUNK), jnp.float32)
@@ -98,27 +103,29 @@ def _launched(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
         operands=operands,
         results={"d_q": by_key, "d_k": by_key, "rows": rows},
         scratch=kernel.scratch(),
-        grid=(batch * num_chunks * num_keys,),
+        grid=(min(kernel.items, NUM_PROCESSORS),),
         grid_names=("block",),
         num_threads=_ROLES,
     )
 
 
 _ROLES = 3
-
-type _Product = tuple[jax.Array, Any, int | None]
-"""Both operands of a product, and the part of the right one in shared memory; None: all of it."""
+_OF_KEYS = ("q", "k")
+_OF_VALUES = ("d_out", "solved", "d_v")
+_OF_STATES = ("states", "d_states")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _TokenGradients:
     """The kernel of one call."""
 
+    batch: int
     num_keys: int
     num_values: int
     num_chunks: int
     width: int
     value_width: int
+    has_delta: bool
     dtype: jnp.dtype
 
     @property
@@ -126,86 +133,153 @@ class _TokenGradients:
         """Parts of 64 value columns."""
         return range(self.value_width // COLUMNS)
 
+    @property
+    def num_stages(self) -> int:
+        """Number of steps whose keys and values, though not states, shared memory holds."""
+        return 2 if self.value_width <= self.width else 1
+
     def scratch(self) -> dict[str, Any]:
         """Returns a block's shared memory buffers and barriers, by name."""
-        tile, num = tiled(128), len(self.parts)
-        keys = plgpu.SMEM((CHUNK, self.width), self.dtype, transforms=tile)
-        values = plgpu.SMEM((num, CHUNK, COLUMNS), self.dtype, transforms=tile)
+        tile, num, stages = tiled(128), len(self.parts), self.num_stages
+        keys = plgpu.SMEM((stages, CHUNK, self.width), self.dtype, transforms=tile)
+        values = plgpu.SMEM((stages, num, CHUNK, COLUMNS), self.dtype, transforms=tile)
         states = plgpu.SMEM((num, COLUMNS, self.width), self.dtype, transforms=tile)
         return {
-            "q": keys,
-            "k": keys,
-            "d_out": values,
-            "solved": values,
-            "d_v": values,
-            "states": states,
-            "d_states": states,
-            "gates": plgpu.SMEM((len(Gate), CHUNK), jnp.float32),
-            "keys_full": plgpu.Barrier(num_arrivals=2),
-            "full": plgpu.Barrier(num_arrivals=1 + 5 * num),
+            **dict.fromkeys(_OF_KEYS, keys),
+            **dict.fromkeys(_OF_VALUES, values),
+            **dict.fromkeys(_OF_STATES, states),
+            # Without the last, for which no room is left.
+            "gates": plgpu.SMEM((stages, Gate.WRITTEN, CHUNK), jnp.float32),
+            "keys_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=1 + len(_OF_VALUES) * num, num_barriers=stages),
+            "states_full": plgpu.Barrier(num_arrivals=len(_OF_STATES) * num),
             "over": plgpu.Barrier(num_arrivals=_ROLES),
-            "later_written": plgpu.Barrier(),
+            "written": plgpu.Barrier(num_barriers=2),  # one part of dK, and dK
         }
 
     def block(self, gmem, smem) -> None:
         """Runs one block: a sum for each warpgroup, over the value heads of a key head."""
-        wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        n, rest = lax.rem(block, self.num_keys), lax.div(block, self.num_keys)
-        chunk, b = lax.rem(rest, self.num_chunks), lax.div(rest, self.num_chunks)
-        group, tokens = self.num_values // self.num_keys, pl.ds(chunk * CHUNK, CHUNK)
+        wg = lax.axis_index("wg")
 
         @pl.when(wg == 0)
         def _():
-            for name in "qk":
-                source = getattr(gmem, name).at[b, tokens, n]
-                plgpu.copy_gmem_to_smem(source, getattr(smem, name), smem.keys_full)
+            for step in range(self.num_stages - 1):
+                self.load(gmem, smem, jnp.int32(step))
 
-        plgpu.barrier_wait(smem.keys_full)
+            def put(found, at, sink):
+                self.write(found, at.q, sink(gmem.d_q))
 
-        def total(role: Callable, *, loads: bool) -> jax.Array:
-            """Sum of a role over the value heads."""
+            self.sums(gmem, smem, self.d_q, put, loads=True)
+
+        @pl.when(wg == 1)
+        def _():
+            def put(found, at, sink):
+                at.k[...] = found.astype(self.dtype)
+                plgpu.barrier_arrive(smem.written.at[0])
+
+            self.sums(gmem, smem, self.later, put)
+
+        @pl.when(wg == 2)
+        def _():
+            def put(found, at, sink):
+                plgpu.barrier_wait(smem.written.at[0])
+                self.write(found + self.tile(at.k), at.k, sink(gmem.d_k))
+                plgpu.barrier_arrive(smem.written.at[1])
+
+            self.sums(gmem, smem, self.earlier, put)
+
+    def sums(self, gmem, smem, role: Callable, put: Callable, *, loads: bool = False) -> None:
+        """Goes through a block's steps, and gives ``put`` a role's sum of each key head."""
+        group, stages = self.group, self.num_stages
+
+        def of_keys(item, _):
+            b, chunk, n = self.place(item)
 
             def add(i, found):
-                m = n * group + i
+                step = item * group + i
+                slot, key_slot = lax.rem(step, stages), lax.rem(item, stages)
                 if loads:
-                    self.load_head(gmem, smem, b, chunk, m)
-                plgpu.barrier_wait(smem.full)
-                found = role(smem, gmem.rows.at[b, m, chunk], found)
+                    self.load_states(gmem, smem, b, chunk, n * group + i)
+                    self.load(gmem, smem, step + stages - 1)
+                pl.when(i == 0)(lambda: plgpu.barrier_wait(smem.keys_full.at[key_slot]))
+                plgpu.barrier_wait(smem.full.at[slot])
+                at, rows = self.at(smem, slot, key_slot), gmem.rows.at[b, n * group + i, chunk]
+                found = role(at, rows, found)
                 plgpu.barrier_arrive(smem.over)
                 plgpu.barrier_wait(smem.over)
                 return found
 
             empty = jnp.zeros((CHUNK, self.width), jnp.float32)
-            return lax.fori_loop(0, group, add, plgpu.layout_cast(empty, tile_layout()))
+            found = lax.fori_loop(0, group, add, plgpu.layout_cast(empty, tile_layout()))
+            tokens = pl.ds(chunk * CHUNK, CHUNK)
+            # The results take the space of operands that all have read.
+            put(found, self.at(smem, 0, lax.rem(item, stages)), lambda ref: ref.at[b, tokens, n])
 
-        # The results take the space of operands that all have read.
-        @pl.when(wg == 0)
+        lax.fori_loop(0, self.count, of_keys, None)
+
+    @property
+    def group(self) -> int:
+        """Number of value heads of a key head."""
+        return self.num_values // self.num_keys
+
+    @property
+    def items(self) -> int:
+        """Number of key heads of all chunks."""
+        return self.batch * self.num_chunks * self.num_keys
+
+    @property
+    def count(self) -> jax.Array:
+        """Number of a block's key heads of chunks."""
+        left = self.items - lax.axis_index("block")
+        return lax.div(left + NUM_PROCESSORS - 1, jnp.int32(NUM_PROCESSORS))
+
+    def place(self, item) -> tuple[Any, Any, Any]:
+        """Row, chunk and key head of a block's item."""
+        index = item * NUM_PROCESSORS + lax.axis_index("block")
+        n, rest = lax.rem(index, self.num_keys), lax.div(index, self.num_keys)
+        return lax.div(rest, self.num_chunks), lax.rem(rest, self.num_chunks), n
+
+    def at(self, smem, slot, key_slot) -> types.SimpleNamespace:
+        """A step's operands in shared memory."""
+        keys = {name: getattr(smem, name).at[key_slot] for name in _OF_KEYS}
+        rest = {name: getattr(smem, name).at[slot] for name in (*_OF_VALUES, "gates")}
+        states = {name: getattr(smem, name) for name in (*_OF_STATES, "states_full")}
+        return types.SimpleNamespace(**keys, **rest, **states)
+
+    def load(self, gmem, smem, step) -> None:
+        """Copies a step's operands but states to shared memory, if the block has such a step."""
+        item, i = lax.div(step, self.group), lax.rem(step, self.group)
+        key_slot = lax.rem(item, self.num_stages)
+        b, chunk, n = self.place(item)
+
+        @pl.when(step < self.count * self.group)
         def _():
-            found = total(self.d_q, loads=True)
-            self.write(found, smem.q, gmem.d_q.at[b, tokens, n])
+            @pl.when(i == 0)
+            def _():
+                pl.when(item >= self.num_stages)(lambda: plgpu.barrier_wait(smem.written.at[1]))
+                for name in _OF_KEYS:
+                    source = getattr(gmem, name).at[b, pl.ds(chunk * CHUNK, CHUNK), n]
+                    target = getattr(smem, name).at[key_slot]
+                    plgpu.copy_gmem_to_smem(source, target, smem.keys_full.at[key_slot])
 
-        @pl.when(wg == 1)
-        def _():
-            smem.k[...] = total(self.later, loads=False).astype(self.dtype)
-            plgpu.barrier_arrive(smem.later_written)
+            self.load_values(
+                gmem, smem, b, chunk, n * self.group + i, lax.rem(step, self.num_stages)
+            )
 
-        @pl.when(wg == 2)
-        def _():
-            found = total(self.earlier, loads=False)
-            plgpu.barrier_wait(smem.later_written)
-            self.write(found + self.load(smem.k), smem.k, gmem.d_k.at[b, tokens, n])
+    def load_values(self, gmem, smem, b, chunk, m, slot) -> None:
+        """Copies a value head's gates and values to shared memory."""
+        tokens, full = pl.ds(chunk * CHUNK, CHUNK), smem.full.at[slot]
+        gates = gmem.gates.at[b, m, chunk, pl.ds(0, int(Gate.WRITTEN))]
+        plgpu.copy_gmem_to_smem(gates, smem.gates.at[slot], full)
+        for part, name in itertools.product(self.parts, _OF_VALUES):
+            source = getattr(gmem, name).at[b, tokens, m, pl.ds(part * COLUMNS, COLUMNS)]
+            plgpu.copy_gmem_to_smem(source, getattr(smem, name).at[slot, part], full)
 
-    def load_head(self, gmem, smem, b, chunk, m) -> None:
-        """Copies a value head's operands to shared memory."""
-        tokens = pl.ds(chunk * CHUNK, CHUNK)
-        plgpu.copy_gmem_to_smem(gmem.gates.at[b, m, chunk], smem.gates, smem.full)
-        for part in self.parts:
-            columns = pl.ds(part * COLUMNS, COLUMNS)
-            for name in ("d_out", "solved", "d_v", "states", "d_states"):
-                is_state = name.endswith("states")
-                at = (b, m, chunk, columns) if is_state else (b, tokens, m, columns)
-                source, target = getattr(gmem, name).at[at], getattr(smem, name).at[part]
-                plgpu.copy_gmem_to_smem(source, target, smem.full)
+    def load_states(self, gmem, smem, b, chunk, m) -> None:
+        """Copies a value head's states to shared memory; a step reads them last."""
+        for part, name in itertools.product(self.parts, _OF_STATES):
+            source = getattr(gmem, name).at[b, m, chunk, pl.ds(part * COLUMNS, COLUMNS)]
+            plgpu.copy_gmem_to_smem(source, getattr(smem, name).at[part], smem.states_full)
 
     def write(self, found: jax.Array, place, sink) -> None:
         """Writes a result [64, H] to global memory through shared memory."""
@@ -224,7 +298,10 @@ class _TokenGradients:
     def later(self, smem, rows, found) -> jax.Array:
         """Adds a head's part of dK in which a key reads what was written before it."""
         before = self.row_sums(found, smem.k)
-        found = self.read_from_state(smem, found, smem.d_v, sign=-1.0, is_strict=True)
+        if self.has_delta:
+            found = self.read_from_state(smem, found, smem.d_v, sign=-1.0, is_strict=True)
+        else:
+            plgpu.barrier_wait(smem.states_full)
         write_registers(self.row_sums(found, smem.k) - before, rows.at[_Row.LATER])
         for row, left, right in (
             (_Row.BETA, smem.solved, smem.d_v),
@@ -232,21 +309,16 @@ class _TokenGradients:
         ):
             products = jnp.float32(0.0)
             for part in self.parts:
-                products += self.row_sums(self.load(left.at[part]), right.at[part])
+                products += self.row_sums(self.tile(left.at[part]), right.at[part])
             write_registers(products, rows.at[row])
         return found
 
     def earlier(self, smem, rows, found) -> jax.Array:
         """Adds a head's part of dK in which a key writes what is read after it."""
         before = self.row_sums(found, smem.k)
-        kept: list[_Product] = []
-        for part in self.parts:
-            solved = self.by_row(smem, self.load(smem.solved.at[part]), Gate.WRITTEN)
-            kept.append((solved.astype(self.dtype), smem.d_states, part))
-        found = self.with_products(found, kept)
-        write_registers(self.row_sums(found, smem.k) - before, rows.at[_Row.KEPT])
-        products: list[_Product] = []
-        for source, sign, is_strict in ((smem.d_out, 1.0, False), (smem.d_v, -1.0, True)):
+        products = []
+        sources = ((smem.d_out, 1.0, False), (smem.d_v, -1.0, True))
+        for source, sign, is_strict in sources if self.has_delta else sources[:1]:
 
             def product(acc, source=source):
                 for part in self.parts:
@@ -258,7 +330,17 @@ class _TokenGradients:
             weights *= passed(smem.gates, is_strict=is_strict)
             products.append((weights.astype(self.dtype), smem.k if is_strict else smem.q, None))
         found = self.with_products(found, products)
-        write_registers(self.row_sums(found, smem.k) - before, rows.at[_Row.EARLIER])
+        within = self.row_sums(found, smem.k)
+        plgpu.barrier_wait(smem.states_full)
+        kept, written = [], self.written(smem)
+        for part in self.parts:
+            solved = self.tile(smem.solved.at[part])
+            solved *= lax.broadcast_in_dim(written, solved.shape, [0])
+            kept.append((solved.astype(self.dtype), smem.d_states, part))
+        found = self.with_products(found, kept)
+        after = self.row_sums(found, smem.k)
+        write_registers(after - within, rows.at[_Row.KEPT])
+        write_registers(after - before, rows.at[_Row.EARLIER])
         return found
 
     def read_from_state(self, smem, found, source, *, sign: float, is_strict: bool):
@@ -273,13 +355,14 @@ class _TokenGradients:
         beta = load_gate(smem.gates, Gate.BETA, column_layout())
         weights *= lax.broadcast_in_dim(beta, weights.shape, [1])
         weights *= passed(smem.gates, is_strict=is_strict, by_reader=True) * sign
-        products: list[_Product] = [(weights.astype(self.dtype), smem.k, None)]
+        products = [(weights.astype(self.dtype), smem.k, None)]
+        plgpu.barrier_wait(smem.states_full)
         for part in self.parts:
-            x = self.by_row(smem, self.load(source.at[part]), Gate.ENTERED) * sign
+            x = self.by_row(smem, self.tile(source.at[part]), Gate.ENTERED) * sign
             products.append((x.astype(self.dtype), smem.states, part))
         return self.with_products(found, products)
 
-    def with_products(self, found: jax.Array, products: Sequence[_Product]) -> jax.Array:
+    def with_products(self, found: jax.Array, products: list[tuple[jax.Array, Any]]) -> jax.Array:
         """Adds products [64, H]: of weights with keys, or of tokens with states."""
 
         def add(acc):
@@ -289,13 +372,21 @@ class _TokenGradients:
         start: Any = plgpu.ACC.init(found)
         return lax.optimization_barrier(pl.run_state(add)(start))
 
+    def written(self, smem) -> jax.Array:
+        """Computes ``Gate.WRITTEN`` of each token."""
+        layout, last = row_layout(), CHUNK - 1
+        beta, sums = (load_gate(smem.gates, x, layout) for x in (Gate.BETA, Gate.SUM))
+        place = plgpu.broadcasted_iota(jnp.float32, (CHUNK,), 0, layout=layout)
+        left = jnp.exp2(smem.gates[Gate.SUM, last] - sums)
+        return beta * jnp.where(place >= smem.gates[Gate.FIRST, last], left, 0.0)
+
     def by_row(self, smem, x: jax.Array, gate: Gate) -> jax.Array:
         numbers = load_gate(smem.gates, gate, row_layout())
         return x * lax.broadcast_in_dim(numbers, x.shape, [0])
 
-    def load(self, tile) -> jax.Array:
+    def tile(self, tile) -> jax.Array:
         return plgpu.load(tile, layout=tile_layout()).astype(jnp.float32)
 
     def row_sums(self, x: jax.Array, tile) -> jax.Array:
         """Each row's sum of products with a tile in shared memory."""
-        return jnp.sum(x * self.load(tile), axis=1)
+        return jnp.sum(x * self.tile(tile), axis=1)

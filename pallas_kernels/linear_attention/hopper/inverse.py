@@ -13,6 +13,7 @@ Dims: B batch, T position, N key heads, M value heads, H key width, J chunk.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -56,17 +57,34 @@ def inverses(k_BTNH: jax.Array, gates: jax.Array) -> jax.Array:
         k_BTNH: bf16, T a multiple of 64, H of 64.
         gates: of ``gates.gates``, of an even number of value heads.
     """
-    batch, num_values, num_chunks = gates.shape[:3]
+    _, num_values, num_chunks = gates.shape[:3]
     kernel = _Inverses(
         num_keys=k_BTNH.shape[2], num_values=num_values, num_chunks=num_chunks,
         width=k_BTNH.shape[3], dtype=k_BTNH.dtype,
     )  # fmt: skip
+    return _launched(kernel, {"k": k_BTNH, "gates": gates}, gates.shape[:3])
+
+
+def inverses_of(systems: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Computes ``inverses`` of given systems, ``-A`` transposed, fp32 [B, M, J, j, i]."""
+    chunks = systems.shape[:3]
+    kernel = _Inverses(
+        num_keys=1, num_values=chunks[1], num_chunks=chunks[2], width=CHUNK, dtype=dtype,
+        are_given=True,
+    )  # fmt: skip
+    return _launched(kernel, {"systems": systems}, chunks)
+
+
+def _launched(
+    kernel: "_Inverses", operands: dict[str, jax.Array], chunks: tuple[int, ...]
+) -> jax.Array:
+    batch, num_values, num_chunks = chunks
     shape = (batch, num_values, num_chunks, CHUNK, CHUNK)
     found = launch(
         kernel.run,
         name="delta_inverses",
-        operands={"k": k_BTNH, "gates": gates},
-        results={"inverses": jax.ShapeDtypeStruct(shape, k_BTNH.dtype)},
+        operands=operands,
+        results={"inverses": jax.ShapeDtypeStruct(shape, kernel.dtype)},
         scratch=kernel.scratch(),
         grid=(batch * num_chunks * num_values // 2,),
         grid_names=("block",),
@@ -84,6 +102,7 @@ class _Inverses:
     num_chunks: int
     width: int
     dtype: jnp.dtype
+    are_given: bool = False  # whether the systems are operands
 
     @property
     def num_products(self) -> int:
@@ -114,6 +133,29 @@ class _Inverses:
         (keys, systems), blocks = smem.shared
         pair, rest = lax.rem(block, pairs), lax.div(block, pairs)
         chunk, b = lax.rem(rest, self.num_chunks), lax.div(rest, self.num_chunks)
+        for h, system in enumerate(self._systems(gmem, smem, keys, b, pair, chunk)):
+            self._write_pair(_write_blocks(system, systems, h), smem.below.at[h])
+        plgpu.commit_smem()
+        columns = _substitute(systems)
+        plgpu.commit_smem()
+        _write_inverses(columns, blocks)
+        plgpu.commit_smem()
+        for h in range(2):
+            whole = self._whole(blocks.at[h], smem.below.at[h])
+            plgpu.commit_smem()  # all warps have read what the result replaces
+            out = smem.below.at[h, 0]
+            out[...] = whole.astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, gmem.inverses.at[b, 2 * pair + h, chunk])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _systems(self, gmem, smem, keys, b, pair, chunk) -> Iterator[jax.Array]:
+        """Loads or computes both heads' systems, one after the other."""
+        if self.are_given:
+            for h in range(2):
+                source = gmem.systems.at[b, 2 * pair + h, chunk]
+                yield plgpu.load(source, layout=tile_layout(), optimized=False)
+            return
         rows, group = pl.ds(chunk * CHUNK, CHUNK), self.num_values // self.num_keys
         for i in range(self.num_products):
             head = lax.div(2 * pair + i, group)
@@ -130,21 +172,7 @@ class _Inverses:
 
             products = pl.run_scoped(product, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
             for h in range(2) if self.num_products == 1 else (i,):
-                below = _write_blocks(self._system(smem.gates.at[h], products), systems, h)
-                self._write_pair(below, smem.below.at[h])
-        plgpu.commit_smem()
-        columns = _substitute(systems)
-        plgpu.commit_smem()
-        _write_inverses(columns, blocks)
-        plgpu.commit_smem()
-        for h in range(2):
-            whole = self._whole(blocks.at[h], smem.below.at[h])
-            plgpu.commit_smem()  # all warps have read what the result replaces
-            out = smem.below.at[h, 0]
-            out[...] = whole.astype(self.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, gmem.inverses.at[b, 2 * pair + h, chunk])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                yield self._system(smem.gates.at[h], products)
 
     def _system(self, gates, products: jax.Array) -> jax.Array:
         """Computes ``-A`` transposed of a value head: rows j, columns i."""
@@ -160,8 +188,10 @@ class _Inverses:
         pair[1] = low
 
     def _split(self, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        high = tile.astype(self.dtype)
-        return high, (tile - high.astype(jnp.float32)).astype(self.dtype)
+        # The upper half of the bits, which are a bf16: rounding and widening would be slower.
+        bits = lax.bitcast_convert_type(tile, jnp.int32) & jnp.int32(-(2**16))
+        high = lax.bitcast_convert_type(bits, jnp.float32)
+        return high.astype(self.dtype), (tile - high).astype(self.dtype)
 
     def _whole(self, blocks, below) -> jax.Array:
         """Computes a head's inverse, transposed, from those of its diagonal blocks."""

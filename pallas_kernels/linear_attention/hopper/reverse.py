@@ -6,11 +6,13 @@ that leaves a chunk, the chunk computes
     dY' = dO' P + written * (dS' K'),   dR' = dY' T,
     dS' <- decay dS' + (entered * dO') Q - (entered * dR') K,
 
-of which dR is the cotangent of the values.
+of which dR is the cotangent of the values. Without the delta rule dR is dY, and nothing is
+subtracted.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width, J chunk.
 """
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.mosaic import plgpu
 
-from .chunks import COLUMNS, ChunkKernel, ChunkStep, read
+from .chunks import COLUMNS, ChunkKernel, ChunkStep, keys_of, queries_of, read
 from .gates import CHUNK, Gate
 from .scan import ChunkOperands, states_buffer, write_state
 
@@ -61,36 +63,46 @@ class _Cotangents(ChunkKernel):
 
     def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, *carry):
         """The copies start while products are computed."""
-        k_smem, q_smem = smem.k.at[at.slot], smem.q.at[at.slot]
+        is_early = self.together == 1  # two warpgroups have no registers for it
+        k_smem, q_smem = keys_of(smem, at.slot), queries_of(smem, at.slot)
         operand = state.astype(self.dtype)
-        plgpu.barrier_wait(smem.weights_full.at[at.slot])
+        self.await_weights(smem, at)
 
-        def solved(kept_acc, out_acc):
+        def solved(state_acc, kept_acc, out_acc):
             plgpu.wgmma(kept_acc, operand, k_smem.transpose((1, 0)))
-            weights = smem.weights.at[at.slot].transpose((1, 0))
-            plgpu.wgmma(out_acc, self.values_of(smem, at), weights)
-            write_state(gmem, smem, at, operand)
-            kept = self.by_column(smem, at, read(kept_acc, wait_n=1), Gate.WRITTEN)
-            return (kept + read(out_acc)).astype(self.dtype)
-
-        def wanted(acc):
-            plgpu.wgmma(acc, solved, smem.inverses.at[at.slot].transpose((1, 0)))
-            out = self.by_column(
-                smem, at, self.values_of(smem, at).astype(jnp.float32), Gate.ENTERED
+            plgpu.wgmma(
+                out_acc, self.values_of(smem, at), smem.weights.at[at.slot].transpose((1, 0))
             )
-            return read(acc), out.astype(self.dtype)
+            if is_early:
+                plgpu.wgmma(state_acc, self.read_out(smem, at), q_smem)
+            write_state(gmem, smem, at, operand)
+            kept = self.by_column(smem, at, read(kept_acc, wait_n=1 + is_early), Gate.WRITTEN)
+            return (kept + read(out_acc, wait_n=int(is_early))).astype(self.dtype)
+
+        def wanted(acc, solved):
+            plgpu.wgmma(acc, solved, smem.inverses.at[at.slot].transpose((1, 0)))
+            return read(acc)
 
         square = plgpu.ACC((COLUMNS, CHUNK), jnp.float32)
-        solved = pl.run_scoped(solved, square, square)
-        wanted, out = pl.run_scoped(wanted, square)
-        held = (-self.by_column(smem, at, wanted, Gate.ENTERED)).astype(self.dtype)
 
-        def add(acc):
-            plgpu.wgmma(acc, out, q_smem)
-            plgpu.wgmma(acc, held, k_smem)
-            self.write(smem, at, wanted, gmem.out)
+        def advance(state_acc):
+            d_y = pl.run_scoped(functools.partial(solved, state_acc), square, square)
+            d_values = d_y
+            if self.has_delta:
+                d_values = pl.run_scoped(functools.partial(wanted, solved=d_y), square)
+            if not is_early:
+                plgpu.wgmma(state_acc, self.read_out(smem, at), q_smem)
+            if self.has_delta:
+                held = -self.by_column(smem, at, d_values, Gate.ENTERED)
+                plgpu.wgmma(state_acc, held.astype(self.dtype), k_smem)
+            self.write(smem, at, d_values, gmem.out)
 
-        decayed: Any = plgpu.ACC.init(state * self.decay(smem, at))
-        state = pl.run_state(add)(decayed)
+        decayed: Any = plgpu.ACC.init(self.decayed(smem, at, state))
+        state = pl.run_state(advance)(decayed)
         plgpu.barrier_arrive(smem.empty.at[at.slot])
         return (state,)
+
+    def read_out(self, smem, at: ChunkStep) -> jax.Array:
+        """Computes ``entered * dO'``, in the operands' dtype."""
+        d_out = self.values_of(smem, at).astype(jnp.float32)
+        return self.by_column(smem, at, d_out, Gate.ENTERED).astype(self.dtype)

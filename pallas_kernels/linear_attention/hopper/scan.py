@@ -5,21 +5,23 @@ With ' for the transpose, T from ``inverse`` and P of the base class, a chunk co
     R' = V' - entered * (S' K'),   Y' = R' T',   S' <- decay S' + (written * Y') K,
     O' = entered * (S' Q') + Y' P'.
 
+Without the delta rule Y is V.
+
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width, J chunk.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import tile_layout, tiled
 
-from .chunks import COLUMNS, ChunkKernel, ChunkStep, read
+from .chunks import COLUMNS, ChunkKernel, ChunkStep, kept_keys, keys_of, queries_of, read
 from .gates import CHUNK, Gate
 
 type ChunkOperands = dict[str, jax.Array]
@@ -37,7 +39,7 @@ def outputs(operands: ChunkOperands) -> tuple[jax.Array, jax.Array]:
 
 
 def states(operands: ChunkOperands) -> tuple[jax.Array, jax.Array]:
-    """Computes the states that enter the chunks, bf16 [B, M, J, V, H], and Y, bf16 [B, T, M, V].
+    """Computes states that enter the chunks, bf16 [B, M, J, V, H], and Y, the values' dtype and shape.
 
     Args:
         operands: as for ``outputs``, without q.
@@ -45,11 +47,10 @@ def states(operands: ChunkOperands) -> tuple[jax.Array, jax.Array]:
     values, gates = operands["values"], operands["gates"]
     _, num_values, value_width, width = operands["start"].shape
     shape = (len(values), num_values, gates.shape[2], value_width, width)
-    found = _States.run(
-        operands,
-        out=jax.ShapeDtypeStruct(values.shape, values.dtype),
-        states=jax.ShapeDtypeStruct(shape, values.dtype),
-    )
+    results = {"states": jax.ShapeDtypeStruct(shape, values.dtype)}
+    if "inverses" not in operands:
+        return _States.run(operands, **results)["states"], values
+    found = _States.run(operands, out=jax.ShapeDtypeStruct(values.shape, values.dtype), **results)
     return found["states"], found["out"]
 
 
@@ -60,18 +61,6 @@ class _Forward(ChunkKernel):
         """Computes R' of the chunk, in the operands' dtype, from V' and S' K'."""
         held = self.by_column(smem, at, held, Gate.ENTERED)
         return (values.astype(jnp.float32) - held).astype(self.dtype)
-
-    def wanted_of(self, smem, at: ChunkStep, operand, meanwhile: Callable | None = None):
-        """Computes R' of the chunk; ``meanwhile`` is called while a product is computed."""
-
-        def product(acc):
-            plgpu.wgmma(acc, operand, smem.k.at[at.slot].transpose((1, 0)))
-            values = self.values_of(smem, at)
-            if meanwhile is not None:
-                meanwhile()
-            return self.wanted(smem, at, values, read(acc))
-
-        return pl.run_scoped(product, _square())
 
     def kept(self, smem, at: ChunkStep, solved):
         """Computes what the chunk's values add to the state at its end."""
@@ -85,11 +74,12 @@ class _Outputs(_Forward):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a chunk's product with P waits for the next chunk, as ``ahead`` computes it.
+        """Whether a chunk's product with P waits for the next chunk's first products.
 
-        Two warpgroups have no registers for it, and each computes while the other one waits.
+        Their results are awaited meanwhile. Two warpgroups have no registers for it, and need it
+        less, as each computes while the other one waits.
         """
-        return self.together == 1
+        return self.together == 1 and not self.by_channel
 
     def begun(self):
         if not self.is_ahead:
@@ -98,76 +88,96 @@ class _Outputs(_Forward):
         return empty, empty.astype(self.dtype)
 
     def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, *waiting):
-        if self.is_ahead:
-            return self.ahead(gmem, smem, at, before, state, *waiting)
-        wanted = self.wanted_of(smem, at, state.astype(self.dtype))
+        operand = state.astype(self.dtype)
+        decayed: Any = plgpu.ACC.init(self.decayed(smem, at, state))
 
-        def solve(solved_acc, read_acc):
-            plgpu.wgmma(solved_acc, wanted, smem.inverses.at[at.slot])
-            queries = smem.q.at[at.slot].transpose((1, 0))
-            plgpu.wgmma(read_acc, state.astype(self.dtype), queries)
-            solved = read(solved_acc, wait_n=1)
-            kept, solved = self.kept(smem, at, solved), solved.astype(self.dtype)
-            return kept, solved, self.by_column(smem, at, read(read_acc), Gate.ENTERED)
+        def advance(state_acc, meanwhile: Callable, give: Callable):
+            """Computes a chunk's outputs without P, and Y'; ``meanwhile`` issues a product."""
 
-        def add(refs):
-            state_acc, out_acc = refs
-            plgpu.wgmma(state_acc, kept, smem.k.at[at.slot])
-            plgpu.wgmma(out_acc, solved, smem.weights.at[at.slot])
+            def from_state(acc):
+                plgpu.wgmma(acc, operand, smem.keys.at[at.slot].transpose((1, 0)))
+                meanwhile()
+                values, both = self.values_of(smem, at), read(acc, wait_n=len(waiting) // 2)
+                held, out = (
+                    lax.slice(both, (0, start), (COLUMNS, start + CHUNK)) for start in (0, CHUNK)
+                )
+                out = self.by_column(smem, at, out, Gate.ENTERED)
+                return self.wanted(smem, at, values, held), out
 
-        kept, solved, out = pl.run_scoped(solve, _square(), _square())
-        decayed = state * self.decay(smem, at)
-        plgpu.barrier_wait(smem.weights_full.at[at.slot])
-        accs: Any = plgpu.ACC.init(decayed), plgpu.ACC.init(out)
-        state, out = pl.run_state(add)(accs)
-        plgpu.barrier_arrive(smem.empty.at[at.slot])
-        self.write(smem, at, out, gmem.out)
+            def solve(acc):
+                plgpu.wgmma(acc, wanted, smem.inverses.at[at.slot])
+                give()
+                return read(acc)
+
+            def read_state(acc):
+                plgpu.wgmma(acc, operand, queries_of(smem, at.slot).transpose((1, 0)))
+                meanwhile()
+                values = self.values_of(smem, at).astype(jnp.float32)
+                out = read(acc, wait_n=len(waiting) // 2)
+                return values, self.by_column(smem, at, out, Gate.ENTERED)
+
+            if self.has_delta:
+                both = plgpu.ACC((COLUMNS, 2 * CHUNK), jnp.float32)
+                wanted, out = pl.run_scoped(from_state, both)
+                solved = pl.run_scoped(solve, _square())
+            else:
+                solved, out = pl.run_scoped(read_state, _square())
+            plgpu.wgmma(state_acc, self.kept(smem, at, solved), kept_keys(smem, at.slot))
+            if not self.has_delta:
+                give()
+            return out, solved.astype(self.dtype)
+
+        if waiting:
+
+            def products(refs):
+                state_acc, out_acc, out_ref, solved_ref = refs
+
+                def weigh():
+                    plgpu.wgmma(out_acc, solved_ref[...], smem.weights.at[before.slot])
+
+                def give():
+                    # The product after it, of Y or of the state, may go on.
+                    self.give(gmem, smem, before, read(out_acc, wait_n=1))
+
+                out_ref[...], solved_ref[...] = advance(state_acc, weigh, give)
+
+            out, solved = waiting
+            accs: Any = decayed, plgpu.ACC.init(out)
+            state, _, out, solved = pl.run_state(products)((*accs, out, solved))
+            self.await_weights(smem, at)
+            return state, out, solved
+
+        def all_products(refs):
+            state_acc, out_ref = refs
+            out, solved = advance(state_acc, lambda: None, lambda: None)
+            self.await_weights(smem, at)
+            out_ref[...] = self.weighed(smem, at, out, solved)
+
+        empty = plgpu.layout_cast(jnp.zeros((COLUMNS, CHUNK), jnp.float32), tile_layout())
+        state, out = pl.run_state(all_products)((decayed, empty))
+        self.give(gmem, smem, at, out)
         return (state,)
 
-    def ahead(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, out, solved):
-        """Computes a step in which the product with P of the chunk before fills a wait."""
-        operand, values = state.astype(self.dtype), self.values_of(smem, at)
-
-        def products(refs):
-            state_acc, out_acc, out_ref, solved_ref = refs
-
-            def advance(held_acc, solved_acc, read_acc):
-                plgpu.wgmma(held_acc, operand, smem.k.at[at.slot].transpose((1, 0)))
-                plgpu.wgmma(out_acc, solved_ref[...], smem.weights.at[before.slot])
-                wanted = self.wanted(smem, at, values, read(held_acc, wait_n=1))
-                plgpu.wgmma(solved_acc, wanted, smem.inverses.at[at.slot])
-                self.give(gmem, smem, before, read(out_acc, wait_n=1))
-                plgpu.wgmma(read_acc, operand, smem.q.at[at.slot].transpose((1, 0)))
-                solved = read(solved_acc, wait_n=1)
-                plgpu.wgmma(state_acc, self.kept(smem, at, solved), smem.k.at[at.slot])
-                out = self.by_column(smem, at, read(read_acc, wait_n=1), Gate.ENTERED)
-                return out, solved.astype(self.dtype)
-
-            out_ref[...], solved_ref[...] = pl.run_scoped(advance, *[_square()] * 3)
-
-        accs: Any = plgpu.ACC.init(state * self.decay(smem, at)), plgpu.ACC.init(out)
-        state, _, out, solved = pl.run_state(products)((*accs, out, solved))
-        plgpu.barrier_wait(smem.weights_full.at[at.slot])
-        return state, out, solved
-
-    def give(self, gmem, smem, before: ChunkStep, out) -> None:
-        """Frees the slot of a chunk whose outputs are complete, and writes them."""
-
-        @pl.when(before.it >= 0)
-        def _():
-            plgpu.barrier_arrive(smem.empty.at[before.slot])
-            self.write(smem, before, out, gmem.out)
-
-    def finish(self, gmem, smem, last: ChunkStep, *waiting):
-        if not self.is_ahead:
-            return
-        out, solved = waiting
+    def weighed(self, smem, at: ChunkStep, out, solved) -> jax.Array:
+        """Adds the product with P to a chunk's outputs."""
 
         def add(acc):
-            plgpu.wgmma(acc, solved, smem.weights.at[last.slot])
+            plgpu.wgmma(acc, solved, smem.weights.at[at.slot])
 
         start: Any = plgpu.ACC.init(out)
-        self.write(smem, last, pl.run_state(add)(start), gmem.out)
+        return pl.run_state(add)(start)
+
+    def give(self, gmem, smem, at: ChunkStep, out) -> None:
+        """Frees the slot of a chunk whose outputs are complete, and writes them."""
+
+        @pl.when(at.it >= 0)
+        def _():
+            plgpu.barrier_arrive(smem.empty.at[at.slot])
+            self.write(smem, at, out, gmem.out)
+
+    def finish(self, gmem, smem, last: ChunkStep, *waiting):
+        if waiting:
+            self.write(smem, last, self.weighed(smem, last, *waiting), gmem.out)
 
 
 class _States(_Forward):
@@ -179,23 +189,33 @@ class _States(_Forward):
     def scratch(self) -> dict[str, Any]:
         return {"states": states_buffer(self)} | super().scratch()
 
-    def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, *carry):
+    def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state):
         """The copies start while products are computed."""
-        operand = state.astype(self.dtype)
+        operand, values = state.astype(self.dtype), self.values_of(smem, at)
+
+        def want(acc):
+            plgpu.wgmma(acc, operand, keys_of(smem, at.slot).transpose((1, 0)))
+            write_state(gmem, smem, at, operand)
+            return self.wanted(smem, at, values, read(acc))
 
         def solve(acc):
             plgpu.wgmma(acc, wanted, smem.inverses.at[at.slot])
             return read(acc)
 
         def add(acc):
-            plgpu.wgmma(acc, kept, smem.k.at[at.slot])
-            self.write(smem, at, solved, gmem.out)
+            plgpu.wgmma(acc, kept, keys_of(smem, at.slot))
+            if self.has_delta:
+                self.write(smem, at, solved, gmem.out)
+            else:
+                write_state(gmem, smem, at, operand)
 
-        copy = functools.partial(write_state, gmem, smem, at, operand)
-        wanted = self.wanted_of(smem, at, operand, copy)
-        solved = pl.run_scoped(solve, _square())
+        if self.has_delta:
+            wanted = pl.run_scoped(want, _square())
+            solved = pl.run_scoped(solve, _square())
+        else:
+            solved = values.astype(jnp.float32)
         kept = self.kept(smem, at, solved)
-        decayed: Any = plgpu.ACC.init(state * self.decay(smem, at))
+        decayed: Any = plgpu.ACC.init(self.decayed(smem, at, state))
         state = pl.run_state(add)(decayed)
         plgpu.barrier_arrive(smem.empty.at[at.slot])
         return (state,)

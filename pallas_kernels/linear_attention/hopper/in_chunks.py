@@ -1,6 +1,7 @@
-"""The gated delta rule and its gradient on a Hopper GPU: supported calls, and the kernels in turn.
+"""Linear attention in chunks and its gradient on a Hopper GPU: supported calls, kernels in turn.
 
-Forward, ``inverse`` solves the systems of all chunks, and ``scan`` goes from chunk to chunk.
+Forward, ``inverse`` solves the systems of the delta rule in all chunks, and ``scan`` goes from
+chunk to chunk.
 Backward, ``scan`` computes the states again, ``reverse`` their cotangents from the last chunk to
 the first, and ``gradients`` those of all tokens.
 
@@ -13,26 +14,32 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import device
+from pallas_kernels.linear_attention.chunked import chunked
 
 from . import scan
+from .channels import prepared
 from .gates import CHUNK, gates
 from .gradients import token_gradients
-from .inverse import inverses
+from .inverse import inverses, inverses_of
 from .reverse import cotangents as cotangents_of
 
 _KEY_WIDTH, _VALUE_WIDTHS = 128, (64, 128, 192)
 
 
 def unsupported(
-    q_BTNH: jax.Array, v_BTMV: jax.Array, log_decay: jax.Array, beta_BTM: jax.Array | None
+    q_BTNH: jax.Array,
+    v_BTMV: jax.Array,
+    log_decay: jax.Array,
+    beta_BTM: jax.Array | None,
+    rates_MH: jax.Array | None,
 ) -> str | None:
     """Returns why the kernels cannot compute this call; None if they can."""
     if reason := device.why_not_one_hopper():
         return reason
-    if beta_BTM is None:
-        return "without a beta there is no delta rule"
-    if log_decay.ndim == 4:
-        return "log_decay has a number per channel; the kernels have one per head"
+    if rates_MH is not None:
+        return "log_decay has rates; the kernels take decays as they are"
+    if log_decay.ndim == 4 and beta_BTM is None:
+        return "log_decay has a number per channel; the kernels need a beta then"
     if q_BTNH.dtype != jnp.bfloat16:
         return f"q is {q_BTNH.dtype}; the kernels multiply bfloat16"
     if q_BTNH.shape[3] != _KEY_WIDTH or v_BTMV.shape[3] not in _VALUE_WIDTHS:
@@ -40,18 +47,18 @@ def unsupported(
             f"heads of {q_BTNH.shape[3]} and {v_BTMV.shape[3]}; the kernels have keys of "
             f"{_KEY_WIDTH} and values of {', '.join(map(str, _VALUE_WIDTHS))}"
         )
-    if v_BTMV.shape[2] % 2:
+    if beta_BTM is not None and v_BTMV.shape[2] % 2:
         return f"{v_BTMV.shape[2]} value heads; the kernels take two at a time"
     return None
 
 
 @jax.custom_vjp
-def gated_delta(
+def in_chunks(
     q_BTNH: jax.Array,
     k_BTNH: jax.Array,
     v_BTMV: jax.Array,
     log_decay_BTM: jax.Array,
-    beta_BTM: jax.Array,
+    beta_BTM: jax.Array | None,
     state_BMHV: jax.Array,
     document_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -60,22 +67,24 @@ def gated_delta(
     Operands of products are rounded to bf16, sums are fp32, and triangular systems are solved in
     fp32. The backward pass keeps the operands and computes the rest again.
     """
-    q, k, v, log_decay, beta = _padded(q_BTNH, k_BTNH, v_BTMV, log_decay_BTM, beta_BTM)
+    q, k, v, log_decay = _padded(q_BTNH, k_BTNH, v_BTMV, log_decay_BTM)
+    beta = None if beta_BTM is None else _padded(beta_BTM)[0]
     documents = _with_edge(document_BT)
     out, end = scan.outputs(_operands(q, k, v, log_decay, beta, documents, state_BMHV))
     return out[:, : q_BTNH.shape[1]], end.swapaxes(2, 3)
 
 
 def _kept(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    return gated_delta(*operands), operands
+    return in_chunks(*operands), operands
 
 
 def _pulled(
     given: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
-    *tokens, state_BMHV, document_BT = given
+    *tokens, beta_BTM, state_BMHV, document_BT = given
     length, d_state_BMHV = document_BT.shape[1], cotangents[1]
-    q, k, v, log_decay, beta, d_out = _padded(*tokens, cotangents[0])
+    q, k, v, log_decay, d_out = _padded(*tokens, cotangents[0])
+    beta = None if beta_BTM is None else _padded(beta_BTM)[0]
     operands = _operands(q, k, v, log_decay, beta, _with_edge(document_BT), state_BMHV)
     states, solved = scan.states({name: x for name, x in operands.items() if name != "q"})
     start = d_state_BMHV.astype(jnp.float32).swapaxes(2, 3)
@@ -83,12 +92,13 @@ def _pulled(
     d_q, d_k, d_log, d_beta = token_gradients(
         operands, d_out, solved=solved, states=states, d_states=d_states, d_v=d_v
     )
-    found = (x[:, :length] for x in (d_q, d_k, d_v, d_log, d_beta))
+    found = (x[:, :length] for x in (d_q, d_k, d_v, d_log))
     found = (x.astype(like.dtype) for x, like in zip(found, tokens, strict=True))
-    return *found, d_start.swapaxes(2, 3).astype(state_BMHV.dtype), None
+    d_beta = None if beta_BTM is None else d_beta[:, :length].astype(beta_BTM.dtype)
+    return *found, d_beta, d_start.swapaxes(2, 3).astype(state_BMHV.dtype), None
 
 
-gated_delta.defvjp(_kept, _pulled)
+in_chunks.defvjp(_kept, _pulled)
 
 
 def _padded(*arrays: jax.Array) -> list[jax.Array]:
@@ -112,12 +122,55 @@ def _operands(
     k: jax.Array,
     v: jax.Array,
     log_decay: jax.Array,
-    beta: jax.Array,
+    beta: jax.Array | None,
     document: jax.Array,
     state: jax.Array,
 ) -> dict[str, jax.Array]:
     """Operands of the kernels that go from chunk to chunk."""
-    numbers = gates(log_decay, beta, document)
+    numbers = gates(log_decay, jnp.ones_like(log_decay) if beta is None else beta, document)
     start = state.astype(jnp.float32).swapaxes(2, 3)
     named = {"q": q, "k": k, "values": v, "gates": numbers, "start": start}
-    return named | {"inverses": inverses(k, numbers)}
+    return named if beta is None else named | {"inverses": inverses(k, numbers)}
+
+
+@jax.custom_vjp
+def by_channel(
+    q_BTNH: jax.Array,
+    k_BTNH: jax.Array,
+    v_BTMV: jax.Array,
+    log_decay_BTMH: jax.Array,
+    beta_BTM: jax.Array,
+    state_BMHV: jax.Array,
+    document_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes ``in_chunks`` of the delta rule with a decay per channel; XLA computes its gradient.
+
+    A token's decay below 2^-30 counts as 2^-30.
+    """
+    q, k, v, log_decay, beta = _padded(
+        q_BTNH, k_BTNH, v_BTMV, log_decay_BTMH.astype(jnp.float32), beta_BTM
+    )
+    found = prepared(q, k, log_decay, gates(None, beta, _with_edge(document_BT)))
+    inverses = inverses_of(found.pop("systems"), k.dtype)
+    start = state_BMHV.astype(jnp.float32).swapaxes(2, 3)
+    out, end = scan.outputs(found | {"values": v, "inverses": inverses, "start": start})
+    return out[:, : q_BTNH.shape[1]], end.swapaxes(2, 3)
+
+
+def _kept_by_channel(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    return by_channel(*operands), operands
+
+
+def _pulled_by_channel(
+    given: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, ...]:
+    *operands, document_BT = given
+
+    def attend(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, state = chunked(*operands, document_BT)
+        return out.astype(cotangents[0].dtype), state
+
+    return *jax.vjp(attend, *operands)[1](cotangents), None
+
+
+by_channel.defvjp(_kept_by_channel, _pulled_by_channel)
