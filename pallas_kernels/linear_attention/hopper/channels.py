@@ -2,11 +2,10 @@
 
 Between tokens j and i of a chunk a key's channel c decays by exp(s_i - s_j), with s the sum of its
 logarithms. As factors exp(s_i) and exp(-s_j) of the two operands of a product, these would leave
-the range of numbers. Pairs are therefore taken by levels: tokens i in the second half of a block of
-64, 32 or 16 tokens, and j in its first half, have both factors at most 1 if s is taken from the
-block's middle. So four products compute all pairs: one of each of these levels, and one of pairs
-within blocks of 8 tokens, whose factors from the block's middle are at most 2^120, as a token's
-decay counts as no stronger than 2^-30.
+the range of numbers. Pairs are therefore taken by levels, of blocks of 64, 32 and 16 tokens. Token
+i is in the second half of a block, and j in its first. Their factors are at most 1, as s counts
+from the block's middle. One product of each level, and one of pairs within blocks of 8 tokens,
+compute all pairs. The last one's factors are at most 2^120, as a decay counts as at least 2^-30.
 
 Sums of logarithms are products, too: of a triangle of ones with the logarithms, which are sums of
 two bf16. A block computes one value head of a chunk.
@@ -52,7 +51,7 @@ _HALVES = (32, 16, 8, 4)  # half a block of each level; the last one takes pairs
 def prepared(
     q_BTNH: jax.Array, k_BTNH: jax.Array, log_decay_BTMH: jax.Array, numbers: jax.Array
 ) -> dict[str, jax.Array]:
-    """Computes operands of ``scan.outputs_of_channels``, and the systems of ``inverse.inverses_of``.
+    """Computes operands of ``scan.outputs`` and systems of ``inverse.inverses_of``.
 
     Args:
         log_decay_BTMH: natural logarithms, fp32; T a multiple of 64, H 128.

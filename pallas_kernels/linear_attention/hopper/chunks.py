@@ -33,8 +33,8 @@ COLUMNS = 64  # value columns of a warpgroup
 class ChunkKernel:
     """Kernel of one call; a subclass computes a chunk.
 
-    Operands by name are q and k [B, T, N, H], values [B, T, M, V], gates, inverses for the delta
-    rule, and "start", the first state, fp32 [B, M, V, H]. The last state is the result "end".
+    Operands by name are q and k [B, T, N, H], values [B, T, M, V], gates, and "start", the first
+    state, fp32 [B, M, V, H]; with the delta rule, inverses too. The last state is the result "end".
     Where channels have decays of their own, q and k are per value head, and "kept", "weights" and
     "decays" are operands instead of gates, all as of ``channels.prepared``.
     """
@@ -172,7 +172,9 @@ class ChunkKernel:
         numbers = ("kept", "weights", "decays") if self.by_channel else ("gates",)
         for name in numbers:
             place = (b, rows, m) if name == "kept" else (b, m, chunk)
-            plgpu.copy_gmem_to_smem(getattr(gmem, name).at[place], getattr(smem, name).at[slot], full)
+            plgpu.copy_gmem_to_smem(
+                getattr(gmem, name).at[place], getattr(smem, name).at[slot], full
+            )
 
     def weigh(self, smem, slot) -> None:
         """Computes P of the slot's chunk: rows j, columns i."""
@@ -265,7 +267,7 @@ def queries_of(smem, slot) -> Any:
 
 
 def kept_keys(smem, slot) -> Any:
-    """What a chunk's values are multiplied with for the state after it, [64, H]."""
+    """Keys that a chunk's values are multiplied with for the state after it, [64, H]."""
     return smem.kept.at[slot] if hasattr(smem, "kept") else keys_of(smem, slot)
 
 

@@ -89,9 +89,7 @@ def load_numbers(numbers, count: int, layout: Any, *, row: int | None = None) ->
     def load(_, numbers):
         if row is not None:
             numbers = mgpu_utils.memref_slice(numbers, (row,))
-        return mgpu.FragmentedArray.load_untiled(
-            numbers, layout=layout.to_mgpu(), optimized=False
-        )
+        return mgpu.FragmentedArray.load_untiled(numbers, layout=layout.to_mgpu(), optimized=False)
 
     return load(numbers)
 

@@ -1,7 +1,7 @@
 """Gradients of the tokens of all chunks side by side.
 
-With S the state that enters a chunk, dS the cotangent of the one that leaves it, Y and dR, every
-gradient is a sum of products within the chunk (without the delta rule, those without dN and dR):
+Let S be the state that enters a chunk, and dS the cotangent of the one that leaves it. Every
+gradient is a sum of products within the chunk; without the delta rule, of those without dN and dR:
 
     dQ = entered (dO S) + dP K,             dP = decay (dO Y') beta,
     later = dN K - entered (dR S),          dN = -decay (dR Y') beta without the diagonal,
@@ -108,6 +108,8 @@ def _launched(operands: dict[str, jax.Array], *, has_delta: bool) -> dict[str, j
         num_threads=_ROLES,
     )
 
+
+type _Factors = tuple[jax.Array, Any, int | None]  # of a product; the right one's part
 
 _ROLES = 3
 _OF_KEYS = ("q", "k")
@@ -316,7 +318,7 @@ class _TokenGradients:
     def earlier(self, smem, rows, found) -> jax.Array:
         """Adds a head's part of dK in which a key writes what is read after it."""
         before = self.row_sums(found, smem.k)
-        products = []
+        products: list[_Factors] = []
         sources = ((smem.d_out, 1.0, False), (smem.d_v, -1.0, True))
         for source, sign, is_strict in sources if self.has_delta else sources[:1]:
 
@@ -332,7 +334,8 @@ class _TokenGradients:
         found = self.with_products(found, products)
         within = self.row_sums(found, smem.k)
         plgpu.barrier_wait(smem.states_full)
-        kept, written = [], self.written(smem)
+        kept: list[_Factors] = []
+        written = self.written(smem)
         for part in self.parts:
             solved = self.tile(smem.solved.at[part])
             solved *= lax.broadcast_in_dim(written, solved.shape, [0])
@@ -355,14 +358,14 @@ class _TokenGradients:
         beta = load_gate(smem.gates, Gate.BETA, column_layout())
         weights *= lax.broadcast_in_dim(beta, weights.shape, [1])
         weights *= passed(smem.gates, is_strict=is_strict, by_reader=True) * sign
-        products = [(weights.astype(self.dtype), smem.k, None)]
+        products: list[_Factors] = [(weights.astype(self.dtype), smem.k, None)]
         plgpu.barrier_wait(smem.states_full)
         for part in self.parts:
             x = self.by_row(smem, self.tile(source.at[part]), Gate.ENTERED) * sign
             products.append((x.astype(self.dtype), smem.states, part))
         return self.with_products(found, products)
 
-    def with_products(self, found: jax.Array, products: list[tuple[jax.Array, Any]]) -> jax.Array:
+    def with_products(self, found: jax.Array, products: list[_Factors]) -> jax.Array:
         """Adds products [64, H]: of weights with keys, or of tokens with states."""
 
         def add(acc):

@@ -166,8 +166,8 @@ def _pulled_by_channel(
 ) -> tuple[jax.Array | None, ...]:
     *operands, document_BT = given
 
-    def attend(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out, state = chunked(*operands, document_BT)
+    def attend(q, k, v, log_decay, beta, state) -> tuple[jax.Array, jax.Array]:
+        out, state = chunked(q, k, v, log_decay, beta, state, document_BT)
         return out.astype(cotangents[0].dtype), state
 
     return *jax.vjp(attend, *operands)[1](cotangents), None

@@ -39,7 +39,7 @@ def outputs(operands: ChunkOperands) -> tuple[jax.Array, jax.Array]:
 
 
 def states(operands: ChunkOperands) -> tuple[jax.Array, jax.Array]:
-    """Computes states that enter the chunks, bf16 [B, M, J, V, H], and Y, the values' dtype and shape.
+    """Computes states that enter the chunks, bf16 [B, M, J, V, H], and Y in the shape of values.
 
     Args:
         operands: as for ``outputs``, without q.
@@ -189,7 +189,7 @@ class _States(_Forward):
     def scratch(self) -> dict[str, Any]:
         return {"states": states_buffer(self)} | super().scratch()
 
-    def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state):
+    def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, *carry):
         """The copies start while products are computed."""
         operand, values = state.astype(self.dtype), self.values_of(smem, at)
 
