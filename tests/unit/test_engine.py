@@ -13,6 +13,7 @@ from engine_models import OPTIONS, POISON, PROMPTS, alone, model
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.serving.engine import program_set, runner
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import Preemption
 from jaxinfra.serving.engine.plan import PlannedRow
@@ -108,6 +109,19 @@ def test_seeded_draws_are_those_of_the_request_alone():
     )
     assert drawn(first)[0] != drawn(again)[0]
     assert drawn(first)[0] != drawn(other)[0]
+
+
+def test_many_rows_without_temperature_take_a_program_without_noise(monkeypatch):
+    for module in (runner, program_set):
+        monkeypatch.setattr(module, "LEAST_GREEDY", 2)
+    engine = Engine(model(), num_ids=257, options=OPTIONS)
+    greedy = [request(p, new=5) for p in PROMPTS[1:3]]
+    got = engine.run(greedy)
+    assert {key.is_greedy for key in engine.runner.programs._made if key.length == 1} >= {True}
+    others = request(PROMPTS[1], new=8, sampling=SamplingConfig(temperature=1.0))
+    beside = engine.run([*greedy, others])
+    assert [drawn(each)[0] for each in got] == [drawn(each)[0] for each in beside[:2]]
+    assert [drawn(each)[0] for each in got] == [alone(p, new=5) for p in PROMPTS[1:3]]
 
 
 def test_poison_ends_its_own_request_only():

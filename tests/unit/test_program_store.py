@@ -190,6 +190,16 @@ def test_scores_alone_have_a_program_of_their_own_where_none_with_all_settings_i
     assert programs.ready(scored) == full
 
 
+def test_many_greedy_rows_have_programs_that_every_other_of_their_rows_replaces():
+    limits = dataclasses.replace(LIMITS, max_running=256, max_step_tokens=512, row_sizes=(64, 256))
+    keys = [key for key in listed_programs(limits, verify_length=None) if key.length == 1]
+    (greedy,) = [key for key in keys if key.is_greedy]
+    plain = [key for key in keys if key.name == "step" and not key.is_greedy]
+    assert greedy.rows == 256
+    assert [key.covers(greedy) for key in plain] == [key.rows == 256 for key in plain]
+    assert not any(greedy.covers(key) for key in plain)
+
+
 def test_scratch_memory_beyond_the_estimate_is_noted_for_the_next_start(tmp_path, caplog):
     store, key = ProgramStore(tmp_path), KEYS[0]
 

@@ -37,10 +37,11 @@ class ProgramKey:
     is_fresh: bool = False
     is_full: bool = False
     is_scored: bool = False  # returns the sampled tokens' log-probabilities, as a full one does
+    is_greedy: bool = False  # no row has a temperature
 
     def __str__(self) -> str:
         kind = " from position 0" * self.is_fresh + " with all settings" * self.is_full
-        kind += " with scores" * self.is_scored
+        kind += " with scores" * self.is_scored + " without noise" * self.is_greedy
         return f"{self.name} {self.rows} x {self.length}{kind}"
 
     def covers(self, other: "ProgramKey") -> bool:
@@ -57,6 +58,7 @@ class ProgramKey:
             and (other.is_fresh or not self.is_fresh)
             and (self.is_full or not other.is_full)
             and (self.is_full or self.is_scored or not other.is_scored)
+            and (other.is_greedy or not self.is_greedy)
         )
 
 
@@ -69,6 +71,10 @@ RESTORE = ProgramKey(name="restore", rows=PAGES_AT_ONCE)
 SAVE_STATE = ProgramKey(name="save_state", rows=1)
 RESTORE_STATE = ProgramKey(name="restore_state", rows=1)
 MASK = ProgramKey(name="mask", rows=1)
+
+
+LEAST_GREEDY = 128
+"""Rows from which greedy decoding has programs of its own: noise takes about 3% of their step."""
 
 
 def history_program(limits: SchedulerLimits) -> ProgramKey:
@@ -109,6 +115,11 @@ def listed_programs(
     if limits.num_snapshots:
         keys.append(KEEP)
     keys += [EMPTY, COPY, history_program(limits), MASK]
+    keys += [
+        ProgramKey(name="step", rows=rows, is_greedy=True)
+        for rows in limits.row_sizes
+        if rows >= LEAST_GREEDY
+    ]
     first = first_programs(keys)
     first = (EMPTY, *(key for key in first if key != EMPTY))
     scores = [

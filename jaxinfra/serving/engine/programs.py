@@ -83,7 +83,8 @@ class Weights:
 
 
 WORD_BITS = 32
-_PLAIN, _SCORED = SamplingNeeds(noise=True), SamplingNeeds(noise=True, logprobs=0)
+_GREEDY, _PLAIN = SamplingNeeds(), SamplingNeeds(noise=True)
+_SCORED = dataclasses.replace(_PLAIN, logprobs=0)
 _FULL = SamplingNeeds(noise=True, cuts=True, bias=True, penalties=True, logprobs=MOST_LOGPROBS)
 _DRAFTED = SamplingNeeds(noise=True, cuts=True, bias=True)
 
@@ -162,19 +163,18 @@ def step(
     is_fresh: bool,
     is_full: bool,
     is_scored: bool = False,
+    is_greedy: bool = False,
 ) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None], DeviceState]:
-    """Runs the model on the rows' new tokens, and samples one token per row, int32 [B].
-
-    Returns the sampled tokens, their log-probabilities and the new state. A token is -1 if its
-    row's logits are not finite, and is undefined if the row does not sample.
+    """Runs the model on the rows' new tokens; returns a sampled token per row, and the new state.
+    A token is -1 if its row's logits are not finite, and undefined if the row does not sample.
 
     Args:
         is_fresh: every row starts at position 0, so its tokens attend only to each other.
         is_full: apply all sampling settings and return log-probabilities; else temperature only.
-        is_scored: return log-probabilities of the sampled tokens without all settings.
+        is_scored: return log-probabilities of the tokens; is_greedy: no row has a temperature.
     """
     x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
-    needs = _FULL if is_full else _SCORED if is_scored else _PLAIN
+    needs = _FULL if is_full else _SCORED if is_scored else _GREEDY if is_greedy else _PLAIN
     drawn, state = _drawn(weights, state, rows, x_BTD, config=config, needs=needs)
     if config.drafts_itself:
         model = _model(weights, rows, config)

@@ -26,9 +26,10 @@ class EndReason(enum.StrEnum):
 class Asked(enum.IntEnum):
     """Demands of a request on the step that draws its next token; each includes those before it."""
 
-    DRAW = 0  # at a temperature
-    SCORE = 1  # also the drawn token's log-probability
-    ALL = 2
+    BEST = 0  # the most likely token
+    DRAW = 1  # at a temperature
+    SCORE = 2  # also the drawn token's log-probability
+    ALL = 3
 
 
 class Constraint(Protocol):
@@ -87,7 +88,7 @@ class GenerationRequest:
         if self.constraint is not None or self.scores_prompt:
             return Asked.ALL
         if self.sampling == plain:
-            return Asked.DRAW
+            return Asked.DRAW if plain.temperature else Asked.BEST
         is_scored = self.sampling == dataclasses.replace(plain, logprobs=0)
         return Asked.SCORE if is_scored else Asked.ALL
 

@@ -38,6 +38,7 @@ from jaxinfra.serving.engine.plan import (
 )
 from jaxinfra.serving.engine.program_set import (
     EMPTY,
+    LEAST_GREEDY,
     MASK,
     SAVE,
     SAVE_STATE,
@@ -334,18 +335,20 @@ class ModelRunner:
         """Calls the program for rows of a step; returns the rows of each call and its results."""
         if name == "step" and length > 1 and rows[0].stream.request.scores_prompt:
             name = "score"
-        is_chunk = name == "step" and length > 1
+        is_chunk, is_decode = (name == "step" and is_long for is_long in (length > 1, length == 1))
+        num_rows = self._limits.rows(len(rows))
         asked = max(row.stream.asks for row in rows)
-        is_asked = asked is not Asked.DRAW and any(
+        is_asked = asked >= Asked.SCORE and any(
             row.stream.request.sampling.logprobs is not None for row in rows
         )
         wanted = ProgramKey(
             name=name,
-            rows=self._limits.rows(len(rows)),
+            rows=num_rows,
             length=length,
             is_fresh=is_chunk and all(row.start == 0 for row in rows),
             is_full=is_chunk or (name != "score" and asked is Asked.ALL),
-            is_scored=not is_chunk and name == "step" and asked is Asked.SCORE,
+            is_scored=is_decode and asked is Asked.SCORE,
+            is_greedy=is_decode and asked is Asked.BEST and num_rows >= LEAST_GREEDY,
         )
         key = self.programs.ready(wanted)
         if len(rows) > key.rows:  # as yet only programs of one row are there
@@ -461,6 +464,7 @@ class ModelRunner:
                 kind = {} if key.name == "score" else {"is_full": key.is_full}
                 if key.name == "step":
                     kind |= {"is_fresh": key.is_fresh, "is_scored": key.is_scored}
+                    kind |= {"is_greedy": key.is_greedy}
                 program = getattr(programs, key.name)
                 function = functools.partial(program, config=self._config, **kind)
                 rows = [GREEDY] * key.rows
