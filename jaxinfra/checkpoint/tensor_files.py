@@ -36,6 +36,7 @@ STORED = DTYPES | {
     "I8": "int8",
     "I32": "int32",
     "I64": "int64",
+    "BOOL": "bool",
 }
 """Element types of all stored tensors: weights, quantized weights and their layout."""
 

@@ -47,9 +47,10 @@ from jaxinfra.runtime.files import whole_number
 from jaxinfra.runtime.rendezvous import connect, end_process
 from jaxinfra.runtime.signals import noted_signals
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
+from jaxinfra.serving.draft_head import is_head_directory, with_head
 from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
-from jaxinfra.serving.load import LoadedModel, describe
+from jaxinfra.serving.load import LoadedModel, describe, load
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_front, environments
 from jaxinfra.serving.tools.forms import TOOL_FORMS
 
@@ -189,8 +190,8 @@ def _add_companions(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=Path,
         metavar="MODEL",
-        help="draft model that proposes --num-drafts tokens; without it, the model's multi-token "
-        "prediction does or, if it has none, n-grams of the text",
+        help="draft model or EAGLE-3 head that proposes --num-drafts tokens; without it, the "
+        "model's multi-token prediction does or, if it has none, n-grams of the text",
     )
 
 
@@ -311,7 +312,12 @@ def read_models(
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
     drafts = [] if args.draft is None else [model_path(args.draft)]
-    reading = functools.partial(load_models, args, path, *drafts)
+    heads = [each for each in drafts if is_head_directory(each)]
+
+    def reading(read: Callable[..., LoadedModel] = load) -> list[LoadedModel]:
+        model, *others = load_models(args, path, *(drafts if not heads else ()), read=read)
+        return [with_head(model, heads[0])] if heads else [model, *others]
+
     # Adapters are added to weights.
     has_bank = bool(args.adapters or args.adapter_slots)
     is_ahead = jax.process_count() == 1 and not has_bank and mesh.num_devices == 1
@@ -320,13 +326,12 @@ def read_models(
             "programs for an absent GPU are of one device and without adapters; leave --mesh and "
             "--adapters out, or compile on a machine that has the GPUs"
         )
-    described = functools.partial(reading, read=functools.partial(describe, devices=absent))
-    model, *drafts = described() if is_ahead else reading()
+    model, *others = reading(functools.partial(describe, devices=absent) if is_ahead else load)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         bank = _bank(model, path, args)
     return ServedModels(
         model=model,
-        draft=drafts[0] if drafts else None,
+        draft=others[0] if others else None,
         bank=bank,
         read=reading if is_ahead else None,
     )

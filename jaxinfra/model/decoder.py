@@ -23,13 +23,13 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import after_pass, is_tentative
 from jaxinfra.model.dropout import dropout, keys_of_stacks
+from jaxinfra.model.eagle import prediction
 from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.empty_cache import empty_cache
 from jaxinfra.model.exactness import check_exact
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_inputs import LayerInputs, by_stack, with_shared
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
-from jaxinfra.model.mtp import MultiTokenPrediction, without_extras
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import LayerOutput, Pass
 from jaxinfra.model.recomputation import check_kept, repeats_in_body, steps_of_stack
@@ -87,12 +87,7 @@ class Decoder(nnx.Module):
         has_bias = config.logit_bias and not is_scored
         zeros = jnp.zeros(rows, execution.policy.param)
         self.logit_bias = nnx.Param(zeros, axes=(axes.VOCAB,)) if has_bias else None
-        self.mtp = self._prediction(rngs) if config.mtp else None
-
-    def _prediction(self, rngs: nnx.Rngs) -> MultiTokenPrediction:
-        part, execution = self.config.mtp_part, without_extras(self.execution)
-        block = self._stacked(part.blocks[0], 1, execution, rngs)
-        return MultiTokenPrediction(part, block, execution=execution, rngs=rngs)
+        self.mtp = prediction(config, self._stacked, **given) if config.mtp else None
 
     def _stack(self, i: int, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> Block:
         config, execution = self.config, self.execution
@@ -229,7 +224,7 @@ class Decoder(nnx.Module):
             return dataclasses.replace(whole, x=self.normalized(whole.x))
         extras = by_stack(self.layer_inputs, token_ids, x_BTD, self.config.stacks, stack_keys)
         x_BTD = x_BTD if self.streams is None else self.streams.widened(x_BTD)
-        caches, sums, num_blocks, handed_on = [], [], 0, None
+        caches, sums, after, num_blocks, handed_on = [], [], (), 0, None
         for each, extra in zip(self.config.stacks, extras, strict=True):
             places = slice(num_blocks, num_blocks + len(each.pattern))
             num_blocks = places.stop
@@ -248,11 +243,13 @@ class Decoder(nnx.Module):
             given, out = with_shared(given, out, each, before)
             caches += out.cache or ()
             sums += out.sums
+            after += out.after
         return LayerOutput(
             x=self.normalized(x_BTD),
             cache=None if cache is None else tuple(caches),
             sums=tuple(sums),
             behind=handed_on,
+            after=after,
         )
 
     def _run_stack(
@@ -278,6 +275,7 @@ class Decoder(nnx.Module):
         is_straight = repeats == 1 or self.execution.decode_form is not None
         # A pass that holds its tokens hands on more arrays than it was given.
         is_straight |= any(map(is_tentative, cache or ()))
+        is_straight |= self.mtp is not None and self.mtp.reads_layers
         if cache is not None and is_straight:
             blocks = self._blocks_at(places)
             with jax.named_scope("layer"):
@@ -377,7 +375,8 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(next_ids.shape[1])[None], next_ids.shape)
         given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
         with jax.named_scope("mtp"):
-            embedded_BTD = self.embed(next_ids, positions, None)
+            own = self.mtp.embedding
+            embedded_BTD = self.embed(next_ids, positions, None) if own is None else own(next_ids)
             out = self.mtp(hidden_BTD, embedded_BTD, given, cache=cache, contexts_B=contexts)
         return dataclasses.replace(out, x=self.scaled(out.x))
 

@@ -7,6 +7,7 @@ Dims: B batch, T position, D model width, E the same width of a result.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -33,6 +34,22 @@ def without_extras(execution: Execution) -> Execution:
     return dataclasses.replace(execution, policy=policy, statistics=False)
 
 
+def rotated_by(
+    part: ModelConfig, execution: Execution, given: Pass, contexts_B: jax.Array | None
+) -> RopeTable | None:
+    """Computes the RoPE table of the one layer of ``part``; None without RoPE."""
+    mixer = part.blocks[0].mixer
+    if mixer.rope is None:
+        return None
+    return rope_table(
+        mixer.rope,
+        head_dim=mixer.rotated_dim,
+        positions_BT=given.positions_BT,
+        contexts_B=contexts_B,
+        is_exact=execution.policy.is_exact,
+    )
+
+
 class MultiTokenPrediction(nnx.Module):
     """Norms and projections of hidden state and embedding, one block, and a norm before the logits.
 
@@ -41,6 +58,9 @@ class MultiTokenPrediction(nnx.Module):
         block: the module's block, a stack of one layer.
         execution: of ``without_extras``.
     """
+
+    reads_layers = False  # of the model: the final norm's output is its input
+    embedding = None  # it reads the model's
 
     def __init__(self, part: ModelConfig, block: Block, *, execution: Execution, rngs: nnx.Rngs):
         self.part = part
@@ -85,7 +105,8 @@ class MultiTokenPrediction(nnx.Module):
             cache: cache of the module's one layer.
             contexts_B: as in ``Decoder.run``.
         """
-        given = dataclasses.replace(given, rope=self._rope(given.positions_BT, contexts_B))
+        rope = rotated_by(self.part, self.execution, given, contexts_B)
+        given = dataclasses.replace(given, rope=rope)
         place, policy = self.execution.place, self.execution.policy
         x_BTD = policy.added(
             self.hidden_projection(self.hidden_norm(hidden_BTD)),
@@ -95,17 +116,15 @@ class MultiTokenPrediction(nnx.Module):
         out = self._block(x_BTD, given, cache)
         return dataclasses.replace(out, x=self.final_norm(out.x))
 
-    def _rope(self, positions_BT: jax.Array, contexts_B: jax.Array | None) -> RopeTable | None:
-        mixer = self.part.blocks[0].mixer
-        if mixer.rope is None:
-            return None
-        return rope_table(
-            mixer.rope,
-            head_dim=mixer.rotated_dim,
-            positions_BT=positions_BT,
-            contexts_B=contexts_B,
-            is_exact=self.execution.policy.is_exact,
-        )
+    def begun(self, out: LayerOutput) -> Float[Array, "B T D"]:
+        """Returns the module's input at each position from a pass of the model."""
+        return out.x
+
+    def draft_logits(
+        self, hidden_BTD: Float[Array, "B T D"], of_model: Callable[[jax.Array], jax.Array]
+    ) -> Float[Array, "B T V"]:
+        """Computes the logits of the token after next, by the model's vocabulary."""
+        return of_model(hidden_BTD)
 
     def _block(self, x_BTD: jax.Array, given: Pass, cache: KVCache | None) -> LayerOutput:
         if cache is None:

@@ -170,6 +170,8 @@ class LayerOutput:
     cache: Any = None  # the cache after this pass; None if the pass had none
     sums: Any = dataclasses.field(default_factory=Sums)
     behind: Any = None  # the argument ``behind`` of ``Decoder.run``; None for single layers
+    # x after each repetition of the stacks' patterns, where layers run unrolled with a cache.
+    after: tuple[jax.Array, ...] = ()
 
 
 def labelled(x: jax.Array, label: str) -> jax.Array:

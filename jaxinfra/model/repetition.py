@@ -175,7 +175,7 @@ def run_unrolled(
         inputs: layers' own inputs [repeats, pattern, B, T, P], in models that have such.
     """
     of_kind = {kind: graphdefs_of(blocks, kind) for kind in dict.fromkeys(kinds)}
-    sums = []
+    sums, after = [], []
     for index, kind in enumerate(kinds):
         graphdefs, stacks = of_kind[kind]
         mine = jax.tree.map(lambda x, i=index: jax.lax.index_in_dim(x, i, keepdims=False), stacks)
@@ -190,10 +190,10 @@ def run_unrolled(
             graphdefs=graphdefs,
         )
         sums.append(each)
+        after.append(x_BTD)
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *sums)
-    return LayerOutput(
-        x=x_BTD, cache=tuple(after_pass(each, each.arrays) for each in cache), sums=stacked
-    )
+    cache = tuple(after_pass(each, each.arrays) for each in cache)
+    return LayerOutput(x=x_BTD, cache=cache, sums=stacked, after=tuple(after))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdefs",))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxinfra.config.drafted import DraftedConfig
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
@@ -35,6 +36,8 @@ def can_be_whole(config: ModelConfig) -> bool:
     """Tells whether the kernel that computes all layers in one launch supports this model."""
     block, *others = config.blocks
     mixer, fed, norm = block.mixer, block.feed_forward, block.norm
+    if isinstance(config, DraftedConfig):  # its head reads the stream between layers
+        return False
     if others or not isinstance(mixer, GroupedAttentionConfig) or not isinstance(fed, MlpConfig):
         return False
     if mixer.rope is None or mixer.rope.pairs is not RopePairs.HALVES:

@@ -116,7 +116,9 @@ class AdapterBank:
             named |= {
                 path
                 for path in table
-                if path.split("/")[-2] in PROJECTIONS and path.split("/")[-2] != _MERGED
+                if path.startswith("blocks/")
+                and path.split("/")[-2] in PROJECTIONS
+                and path.split("/")[-2] != _MERGED
             }
         return {path: table[path] for path in sorted(named)}
 

@@ -20,6 +20,7 @@ from jaxinfra.model.cache import Cache, JointCache, PagedCache, StateCache, plac
 from jaxinfra.model.decoder import Decoder, KVCache
 from jaxinfra.model.empty_cache import empty_state
 from jaxinfra.model.execution import Execution
+from jaxinfra.model.passes import LayerOutput
 from jaxinfra.model.recurrence import settled
 from jaxinfra.ops.exact_rows import ordered_logsumexp
 from jaxinfra.serving.engine.inputs import RowInputs
@@ -173,12 +174,12 @@ def step(
         is_full: apply all sampling settings and return log-probabilities; else temperature only.
         is_scored: return log-probabilities of the tokens; is_greedy: no row has a temperature.
     """
-    x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
+    out, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
     needs = _FULL if is_full else _SCORED if is_scored else _GREEDY if is_greedy else _PLAIN
-    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, needs=needs)
+    drawn, state = _drawn(weights, state, rows, out.x, config=config, needs=needs)
     if config.drafts_itself:
         model = _model(weights, rows, config)
-        state = _looked_ahead(model, state, rows, x_BTD, drawn[0], is_fresh=is_fresh)
+        state = _looked_ahead(model, state, rows, out, drawn[0], is_fresh=is_fresh)
     return drawn, state
 
 
@@ -191,17 +192,17 @@ def score(
     config: ProgramConfig,
 ) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None, LogProbabilities], DeviceState]:
     """Runs ``step``, and also computes log-probabilities of each row's target tokens."""
-    x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=False)
-    logits_BTV, total_BT1 = _logits(_model(weights, rows, config), x_BTD, config)
+    out, state = _taken_in(weights, state, rows, config=config, is_fresh=False)
+    logits_BTV, total_BT1 = _logits(_model(weights, rows, config), out.x, config)
     of_prompt = log_probabilities(
         logits_BTV.reshape(-1, logits_BTV.shape[-1]),
         targets_BT.reshape(-1),
         num_top=MOST_LOGPROBS,
         total_B1=None if total_BT1 is None else total_BT1.reshape(-1, 1),
     )
-    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, needs=_FULL)
+    drawn, state = _drawn(weights, state, rows, out.x, config=config, needs=_FULL)
     if config.drafts_itself:
-        state = _looked_ahead(_model(weights, rows, config), state, rows, x_BTD, drawn[0])
+        state = _looked_ahead(_model(weights, rows, config), state, rows, out, drawn[0])
     return (*drawn, of_prompt), state
 
 
@@ -212,23 +213,21 @@ def _taken_in(
     *,
     config: ProgramConfig,
     is_fresh: bool,
-) -> tuple[jax.Array, DeviceState]:
-    """Computes hidden states of the rows' tokens, [B, T, D], and the state with their keys and
-    values.
-    """
+) -> tuple[LayerOutput, DeviceState]:
+    """Computes hidden states of the rows' tokens, and the state with their keys and values."""
     ids_BT = _known_ids(state, rows)
     positions_BT = _positions(rows, ids_BT.shape[1])
     model = _model(weights, rows, config)
     cache = _cache(_part(model), state.pools, rows, states=state.states, is_fresh=is_fresh)
-    x_BTD, cache = _run(model, cache, ids_BT, positions_BT, rows)
-    pools, states = _stored(_part(model), cache)
+    out = _run(model, cache, ids_BT, positions_BT, rows)
+    pools, states = _stored(_part(model), out.cache)
     state = dataclasses.replace(state, pools=pools, states=states)
     if config.draft is not None:
         draft = weights.drafting(config.draft)
         cache = _cache(_part(draft), state.draft_pools, rows, is_fresh=is_fresh)
-        _, cache = _run(draft, cache, ids_BT, positions_BT, rows)
+        cache = _run(draft, cache, ids_BT, positions_BT, rows).cache
         state = dataclasses.replace(state, draft_pools=_stored(_part(draft), cache)[0])
-    return x_BTD, state
+    return out, state
 
 
 def _drawn(
@@ -304,26 +303,25 @@ def verify(
         ids_BT, state = _drafted_itself(model, state, ids_BT[:, 0], rows, length, draw)
     positions_BT = _positions(rows, length)
     cache = _cache(_part(model), state.pools, rows, states=state.states, is_tentative=True)
-    x_BTD, cache = _run(model, cache, ids_BT, positions_BT, rows)
-    logits_BTV, _ = _logits(model, x_BTD, config)
+    out = _run(model, cache, ids_BT, positions_BT, rows)
+    logits_BTV, _ = _logits(model, out.x, config)
     is_there_BT = positions_BT >= 0
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BTV) | ~is_there_BT[:, :, None], axis=(1, 2))
     logits_BTV = jnp.where(is_there_BT[:, :, None], logits_BTV, 0.0)
     keys_TB = jax.vmap(lambda offset: _keys(rows, offset=offset))(jnp.arange(length))
-    tokens_TB = jax.vmap(
+    tokens_BT = jax.vmap(
         lambda logits, keys: sample(logits, keys, rows=rows.sampling, needs=needs).ids_B
-    )(jnp.moveaxis(logits_BTV, 1, 0), keys_TB)
-    tokens_BT = tokens_TB.T
+    )(jnp.moveaxis(logits_BTV, 1, 0), keys_TB).T
     holds_BT = (ids_BT[:, 1:] == tokens_BT[:, :-1]) & is_there_BT[:, 1:]
     num_held_B = jnp.sum(jnp.cumprod(holds_BT.astype(jnp.int32), axis=1), axis=1)
     last_B = jnp.take_along_axis(tokens_BT, num_held_B[:, None], axis=1)[:, 0]
     slots_B = jnp.where(rows.field("is_sampled") != 0, rows.field("slot"), state.last_S.shape[0])
     settle = functools.partial(settled, execution=model.execution)
-    pools, states = _stored(_part(model), settle(cache, 1 + num_held_B))
+    pools, states = _stored(_part(model), settle(out.cache, 1 + num_held_B))
     last_S = state.last_S.at[slots_B].set(last_B, mode="drop")
     state = dataclasses.replace(state, pools=pools, states=states, last_S=last_S)
     if config.drafts_itself:
-        state = _predicted(model, state, rows, x_BTD, tokens_BT, 1 + num_held_B)
+        state = _predicted(model, state, rows, out, tokens_BT, 1 + num_held_B)
     held_B1 = jnp.where(is_bad_B, -1, num_held_B)[:, None]
     return jnp.concatenate([held_B1, tokens_BT], axis=1), state
 
@@ -359,10 +357,11 @@ def _known_ids(state: DeviceState, rows: RowInputs) -> jax.Array:
     return jnp.where(rows.ids_BT < 0, state.last_S[slots_B][:, None], rows.ids_BT)
 
 
-def _positions(rows: RowInputs, length: int) -> jax.Array:
-    offsets_1T = jnp.arange(length)[None]
+def _positions(rows: RowInputs, length: int, most_B: jax.Array | None = None) -> jax.Array:
+    offsets_1T, count_B = jnp.arange(length)[None], rows.field("count")
+    count_B = count_B if most_B is None else jnp.minimum(count_B, most_B)
     positions_BT = rows.field("start")[:, None] + offsets_1T
-    return jnp.where(offsets_1T < rows.field("count")[:, None], positions_BT, -1)
+    return jnp.where(offsets_1T < count_B[:, None], positions_BT, -1)
 
 
 type _Part = tuple[ModelConfig, Execution]
@@ -409,10 +408,9 @@ def _cache(
 
 def _run(
     model: Decoder, cache: KVCache, ids_BT: jax.Array, positions_BT: jax.Array, rows: RowInputs
-) -> tuple[jax.Array, KVCache]:
+) -> LayerOutput:
     contexts_B = rows.field("context")
-    out = model.run(ids_BT, positions=positions_BT, cache=cache, contexts=contexts_B)
-    return out.x, out.cache
+    return model.run(ids_BT, positions=positions_BT, cache=cache, contexts=contexts_B)
 
 
 def _stored(part: _Part, cache: KVCache) -> tuple[Pools, Pools]:
@@ -439,7 +437,9 @@ def _draft_of(
     offset: jax.Array | int,
 ) -> jax.Array:
     """Samples a draft from a hidden state of each row, with the noise of the token's own sample."""
-    logits_BV = _logits(model, x_B1D, config)[0][:, 0]
+    mtp = model.mtp
+    logits_B1V = model.logits(x_B1D) if mtp is None else mtp.draft_logits(x_B1D, model.logits)
+    logits_BV = model.execution.place(logits_B1V[:, 0, : config.num_ids], (axes.BATCH, None))
     # Drafts that are not finite are judged as any others.
     logits_BV = jnp.where(jnp.isfinite(logits_BV), logits_BV, 0.0)
     return sample(logits_BV, _keys(rows, offset=offset), rows=rows.sampling, needs=needs).ids_B
@@ -463,8 +463,8 @@ def _drafted(
         is_there_B = offset < rows.field("count")
         positions_B1 = jnp.where(is_there_B, rows.field("start") + offset, -1)[:, None]
         cache = _cache(_part(draft), pools, rows)
-        x_B1D, cache = _run(draft, cache, ids_B[:, None], positions_B1, rows)
-        return (draw(x_B1D, offset), _stored(_part(draft), cache)[0]), ids_B
+        out = _run(draft, cache, ids_B[:, None], positions_B1, rows)
+        return (draw(out.x, offset), _stored(_part(draft), out.cache)[0]), ids_B
 
     start = first_B, state.draft_pools
     (_, pools), ids_TB = jax.lax.scan(drawn, start, jnp.arange(length))
@@ -500,7 +500,7 @@ def _looked_ahead(
     model: Decoder,
     state: DeviceState,
     rows: RowInputs,
-    x_BTD: jax.Array,
+    out: LayerOutput,
     drawn_B: jax.Array,
     *,
     is_fresh: bool = False,
@@ -513,14 +513,14 @@ def _looked_ahead(
     next_BT = jnp.concatenate([ids_BT[:, 1:], drawn_B[:, None]], axis=1)
     is_last_BT = jnp.arange(ids_BT.shape[1])[None] == count_B[:, None] - 1
     next_BT = jnp.maximum(jnp.where(is_last_BT, drawn_B[:, None], next_BT), 0)
-    return _predicted(model, state, rows, x_BTD, next_BT, count_B, is_fresh=is_fresh)
+    return _predicted(model, state, rows, out, next_BT, count_B, is_fresh=is_fresh)
 
 
 def _predicted(
     model: Decoder,
     state: DeviceState,
     rows: RowInputs,
-    x_BTD: jax.Array,
+    out: LayerOutput,
     next_BT: jax.Array,
     num_B: jax.Array,
     *,
@@ -533,9 +533,9 @@ def _predicted(
         num_B: how many of a row's tokens are the request's.
     """
     assert state.hidden_SD is not None, "drafts_itself"
-    positions_BT = _positions(rows, x_BTD.shape[1])
-    is_kept_BT = jnp.arange(x_BTD.shape[1])[None] < num_B[:, None]
-    positions_BT = jnp.where(is_kept_BT, positions_BT, -1)
+    assert model.mtp is not None, "drafts_itself"
+    x_BTD = model.mtp.begun(out)
+    positions_BT = _positions(rows, x_BTD.shape[1], num_B)
     pools, given = state.draft_pools, (x_BTD, next_BT, positions_BT)
     x_BTD, pools = _ahead(model, pools, rows, *given, is_fresh=is_fresh)
     last_B11 = jnp.maximum(num_B - 1, 0)[:, None, None]

@@ -523,7 +523,7 @@ def _empty_state(
     (config, execution), hidden_SD = models[0], None
     if drafts_itself:
         models = [*models, (config.mtp_part, execution)]
-        shape = (limits.max_running, config.model_dim)
+        shape = (limits.max_running, config.mtp_part.model_dim)
         hidden_SD = execution.place(jnp.zeros(shape, execution.policy.compute), (None, None))
     pools = [
         programs.empty_pools(*each, num_pages=limits.num_pages, page_size=limits.page_size)

@@ -1,0 +1,166 @@
+"""EAGLE-3 draft heads (Li et al. 2025, arXiv 2503.01840), in the place of multi-token prediction.
+
+A projection of the model's stream after three layers, and the embedding of the token after it, are
+the input of one layer, whose vocabulary is the part of the model's that texts use most. Each
+further draft is of the layer's own output and the draft before.
+
+Dims: B batch, T position, D width of the head, E twice that, U draft vocabulary, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxinfra import axes
+from jaxinfra.config.drafted import DraftedConfig
+from jaxinfra.config.model import BlockConfig, GroupedAttentionConfig, MlpConfig, ModelConfig
+from jaxinfra.model.block import Block
+from jaxinfra.model.cache import after_pass, in_layer
+from jaxinfra.model.embedding import Embedding
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.grouped_attention import GroupedAttention
+from jaxinfra.model.mlp import Mlp
+from jaxinfra.model.mtp import MultiTokenPrediction, rotated_by, without_extras
+from jaxinfra.model.norm import Norm
+from jaxinfra.model.passes import LayerOutput, ModelState, Pass
+from jaxinfra.model.projection import Projection, from_heads
+from jaxinfra.model.repetition import KVCache
+from jaxinfra.numerics.recipe import Site
+
+_STREAM = (axes.BATCH, axes.SEQUENCE, axes.STREAM)
+
+
+class EagleHead(nnx.Module):
+    """A projection of three hidden states, a layer of two inputs, and a draft vocabulary.
+
+    Args:
+        execution: of ``without_extras``.
+    """
+
+    reads_layers = True
+
+    def __init__(self, config: DraftedConfig, *, execution: Execution, rngs: nnx.Rngs):
+        self.config, self.part, self.execution = config, config.eagle.part, execution
+        block, width, std = self.part.blocks[0], self.part.model_dim, self.part.init_std
+        mixer, mlp = block.mixer, block.feed_forward
+        assert isinstance(mixer, GroupedAttentionConfig), "hf/eagle.py"
+        assert isinstance(mlp, MlpConfig), "hf/eagle.py"
+        how: dict[str, Any] = {"execution": execution, "rngs": rngs}
+        table: dict[str, Any] = {"model_dim": width, "std": std, **how}
+
+        def norm() -> Norm:
+            return Norm(block.norm, shape=(width,), dims=(axes.EMBED,), execution=execution)
+
+        self.fusion = Projection(
+            "BTD,DE->BTE",
+            shape=(3 * config.model_dim, width),
+            dims=(axes.EMBED, None),
+            std=std,
+            whole=True,
+            **how,
+        )
+        self.hidden_norm, self.embedding_norm = norm(), norm()
+        self.mlp_norm, self.final_norm = norm(), norm()
+        self.attention = GroupedAttention(mixer, **table | {"model_dim": 2 * width}, out_std=std)
+        self.attention.out = from_heads(
+            mixer.num_q_heads, mixer.head_dim, width, bias=mixer.out_bias, std=std, **how
+        )
+        self.mlp = Mlp(mlp, **table, out_std=std)
+        rows, table = self.part.vocab_size, table | {"rows_dim": axes.VOCAB}
+        self.unembedding = Embedding(num_rows=rows, matmul=True, **table)
+        own = config.vocab_size if config.eagle.has_embedding else 0
+        self.embedding = Embedding(num_rows=own, matmul=False, **table) if own else None
+        # The model's id of each id of the draft vocabulary.
+        ids_U = jnp.arange(rows, dtype=jnp.int32)
+        self.ids = ModelState(ids_U, axes=(None,), rule=lambda ids, sums, emitted: ids)
+
+    def begun(self, out: LayerOutput) -> Float[Array, "B T D"]:
+        """Computes the head's input at each position from a pass of the model."""
+        read = [out.after[at] for at in self.config.read_repetitions]
+        return self.fusion(jnp.concatenate(read, axis=-1))
+
+    def __call__(
+        self,
+        hidden_BTD: Float[Array, "B T D"],
+        embedded_BTD: Float[Array, "B T D"],
+        given: Pass,
+        *,
+        cache: KVCache | None = None,
+        contexts_B: Int[Array, "B"] | None = None,
+    ) -> LayerOutput:
+        """Computes the layer's output before the last norm, and its cache.
+
+        Args:
+            hidden_BTD: result of ``begun``, or of this method at one position less.
+            embedded_BTD: embedding of the token after each position.
+            given: positions of the hidden states.
+            cache: cache of the head's one layer.
+            contexts_B: as in ``Decoder.run``.
+        """
+        place, policy = self.execution.place, self.execution.policy
+        seen = None
+        if cache is not None:
+            seen = in_layer(cache[0], cache[0].arrays, np.zeros((), np.int32))
+        rope = rotated_by(self.part, self.execution, given, contexts_B)
+        given = dataclasses.replace(given, rope=rope, cache=seen)
+        normed_BTD = self.hidden_norm(hidden_BTD)
+        x_BTD = normed_BTD if self.config.eagle.norm_before_residual else hidden_BTD
+        both_BTE = jnp.concatenate([self.embedding_norm(embedded_BTD), normed_BTD], axis=-1)
+        mixed = self.attention(place(both_BTE, _STREAM), given)
+        x_BTD = place(policy.added(x_BTD, mixed.x), _STREAM)
+        x_BTD = policy.added(x_BTD, self.mlp(self.mlp_norm(x_BTD), given).x)
+        if cache is not None and mixed.cache is not None:
+            cache = (after_pass(cache[0], mixed.cache.arrays),)
+        return LayerOutput(x=place(x_BTD, _STREAM), cache=cache)
+
+    def draft_logits(
+        self,
+        hidden_BTD: Float[Array, "B T D"],
+        of_model: Callable[[jax.Array], jax.Array],
+    ) -> Float[Array, "B T V"]:
+        """Computes the logits of the token after next; ids out of the draft vocabulary have the
+        lowest number.
+
+        Args:
+            hidden_BTD: x of this module.
+            of_model: projects hidden states of the model to its logits; not used.
+        """
+        recipe = self.execution.policy.recipe(Site.LOGITS)
+        logits_BTU = self.execution.multiply(
+            "BTD,UD->BTU",
+            self.final_norm(hidden_BTD),
+            self.unembedding.table[...],
+            recipe=recipe,
+            out=recipe.accum,
+            dims=(axes.VOCAB, axes.EMBED),
+        )
+        logits_BTU = self.execution.place(logits_BTU, (axes.BATCH, None, None))
+        shape = (*hidden_BTD.shape[:2], self.config.vocab_size)
+        lowest_BTV = jnp.full(shape, jnp.finfo(logits_BTU.dtype).min, logits_BTU.dtype)
+        return lowest_BTV.at[:, :, self.ids[...]].set(logits_BTU)
+
+
+def prediction(
+    config: ModelConfig,
+    stacked: Callable[[BlockConfig, int, Execution, nnx.Rngs], Block],
+    *,
+    execution: Execution,
+    rngs: nnx.Rngs,
+) -> MultiTokenPrediction | EagleHead:
+    """Makes the module of a model that an engine drafts with.
+
+    Args:
+        stacked: makes a stack of a number of equal layers.
+    """
+    execution = without_extras(execution)
+    if isinstance(config, DraftedConfig):
+        return EagleHead(config, execution=execution, rngs=rngs)
+    part = config.mtp_part
+    block = stacked(part.blocks[0], 1, execution, rngs)
+    return MultiTokenPrediction(part, block, execution=execution, rngs=rngs)
