@@ -1,8 +1,8 @@
 """EAGLE-3 draft heads in published form: their configs, and the names of their tensors.
 
-Two forms are known: a Llama config with ``draft_vocab_size`` and tensors ``midlayer.*``, as the
-paper's authors, SGLang and SpecForge write it, and that of ``speculators``, whose
-``transformer_layer_config`` is such a config and whose layer is ``layers.0.*``.
+Two forms are known. The paper's authors, SGLang and SpecForge write a Llama config with
+``draft_vocab_size`` and tensors ``midlayer.*``. In that of ``speculators``, such a config is its
+``transformer_layer_config``, and the layer is ``layers.0.*``.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """EAGLE-3 draft heads (Li et al. 2025, arXiv 2503.01840), in the place of multi-token prediction.
 
-A projection of the model's stream after three layers, and the embedding of the token after it, are
-the input of one layer, whose vocabulary is the part of the model's that texts use most. Each
-further draft is of the layer's own output and the draft before.
+One layer reads a projection of the model's stream after three layers, and the embedding of the
+token after it. Its vocabulary is the part of the model's that texts use most. Each further draft is
+of the layer's own output and the draft before.
 
 Dims: B batch, T position, D width of the head, E twice that, U draft vocabulary, V vocabulary.
 """
