@@ -244,13 +244,8 @@ class Decoder(nnx.Module):
             caches += out.cache or ()
             sums += out.sums
             after += out.after
-        return LayerOutput(
-            x=self.normalized(x_BTD),
-            cache=None if cache is None else tuple(caches),
-            sums=tuple(sums),
-            behind=handed_on,
-            after=after,
-        )
+        x_BTD, cache = self.normalized(x_BTD), None if cache is None else tuple(caches)
+        return LayerOutput(x=x_BTD, cache=cache, sums=tuple(sums), behind=handed_on, after=after)
 
     def _run_stack(
         self,
