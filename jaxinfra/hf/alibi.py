@@ -8,9 +8,18 @@ from jaxinfra.config.kinds import Branches, MlpKind
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.hf.gpt import grouped_qkv
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.layer_norm_models import layer_norm, ungated
+from jaxinfra.hf.layer_norm_models import layer_norm
 from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, renamed
-from jaxinfra.hf.weights import Rule, WeightTable, linear, norm, rule
+from jaxinfra.hf.weights import (
+    PRE_NORMS,
+    WeightTable,
+    fused_qkv,
+    norm,
+    outside,
+    outward,
+    rule,
+    ungated,
+)
 
 _BLOOM_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 _MPT_NAMES = {
@@ -55,8 +64,7 @@ def read_bloom(keys: Keys) -> ModelConfig:
         has_rope=False,
         activation=MlpKind.GELU_TANH,
         mlp_bias=True,
-        qkv_bias=True,
-        out_bias=True,
+        attention_bias=True,
         distance_slopes=slopes(heads),
         tied_by_default=True,
         model={"embedding_norm": norm},
@@ -175,8 +183,7 @@ def read_falcon(keys: Keys) -> ModelConfig:
         has_rope=not has_slopes,
         activation=keys.choice("activation", {"gelu": MlpKind.GELU}, "gelu"),
         mlp_bias=bias,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=bias,
         # Added to scores before these are divided by sqrt(head_dim), and rounded to bfloat16.
         distance_slopes=tuple(_bfloat16(each) * head_dim**-0.5 for each in slopes(heads))
         if has_slopes
@@ -225,14 +232,13 @@ _OUTSIDE = (
 )
 _BRANCHES = (
     *grouped_qkv("self_attention.query_key_value"),
-    *linear("self_attention.dense", "attention/out", "D (N H) -> N H D", "D -> D"),
+    *outward("self_attention.dense"),
     *ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
 )
 BLOOM = WeightTable(
     layer_prefix="transformer.h.{}.",
     layer=(
-        *norm("input_layernorm", "attention_norm"),
-        *norm("post_attention_layernorm", "mlp_norm"),
+        *PRE_NORMS,
         *_BRANCHES,
     ),
     outside=_OUTSIDE,
@@ -242,22 +248,11 @@ MPT = WeightTable(
     layer_prefix="transformer.blocks.{}.",
     layer=(
         *(*norm("norm_1", "attention_norm"), *norm("norm_2", "mlp_norm")),
-        Rule(
-            name="attn.Wqkv.weight",
-            parts=(
-                ("attention/query/weight", "(N H) D -> D N H"),
-                ("attention/key/weight", "(K H) D -> D K H"),
-                ("attention/value/weight", "(K H) D -> D K H"),
-            ),
-        ),
+        fused_qkv("attn.Wqkv.weight"),
         rule("attn.out_proj.weight", "attention/out/weight", "D (N H) -> N H D"),
         *ungated("ffn.up_proj", "ffn.down_proj"),
     ),
-    outside=(
-        rule("transformer.wte.weight", "embedding/table", "V D -> V D"),
-        *norm("transformer.norm_f", "final_norm"),
-        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
-    ),
+    outside=outside("transformer.wte.weight", "transformer.norm_f"),
     root="transformer.",
 )
 _FALCON_TWO_NORMS = dataclasses.replace(

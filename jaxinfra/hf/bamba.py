@@ -8,19 +8,17 @@ from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
 from jaxinfra.hf.shared import as_attending, decoder_config, decoder_keys, dense_block, with_mixers
-from jaxinfra.hf.weights import ATTENDS, LLAMA, OUTSIDE, linear, norm
+from jaxinfra.hf.weights import ATTENDS, LLAMA, gated, norm, outside
 
 
 def read_bamba(keys: Keys) -> ModelConfig:
     """Reads Bamba: Mamba 2 in all layers but those that are named."""
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
-    bias = keys.flag("attention_bias", False)
     keys.ignore("num_logits_to_keep", "z_loss_coefficient")
     model = decoder_config(
         keys,
         num_kv_heads=None if keys.has("num_key_value_heads") else 8,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         mlp_bias=keys.flag("mlp_bias", False),
         partial_rotary=True,
         default_fraction=0.5,
@@ -49,16 +47,12 @@ def write_bamba(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FEED_FORWARD = (
-    *linear("feed_forward.gate_proj", "mlp/gate", "F D -> D F", "F -> F"),
-    *linear("feed_forward.up_proj", "mlp/up", "F D -> D F", "F -> F"),
-    *linear("feed_forward.down_proj", "mlp/down", "D F -> F D", "D -> D"),
-)
+FEED_FORWARD = gated("feed_forward")
 NORMS = (
     *norm("input_layernorm", "attention_norm"),
     *norm("pre_ff_layernorm", "mlp_norm"),
 )
-OUTER = (OUTSIDE[0], *norm("model.final_layernorm", "final_norm"), OUTSIDE[-1])
+OUTER = outside("model.embed_tokens.weight", "model.final_layernorm")
 BAMBA = dataclasses.replace(
     LLAMA,
     layer=(*NORMS, *ATTENDS, *state_space("mamba"), *FEED_FORWARD),

@@ -9,16 +9,14 @@ from jaxinfra.config.rope import RopePairs
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import read_rope
 from jaxinfra.hf.shared import (
-    FULL,
-    SLIDING,
     decoder_config,
     decoder_keys,
     dense_block,
+    layer_types,
     renamed,
-    typed_windows,
     window_keys,
 )
-from jaxinfra.hf.weights import DOWN, GATE_UP, LLAMA, OUT, QKV, norm
+from jaxinfra.hf.weights import LLAMA, MLP, OUT, QKV, norm
 
 
 def read_cohere(keys: Keys) -> ModelConfig:
@@ -35,11 +33,9 @@ def read_cohere(keys: Keys) -> ModelConfig:
 def read_cohere2(keys: Keys) -> ModelConfig:
     """Reads Command R7B and A: layers with a window are rotated, the others are not."""
     keys.require("sliding_window")
-    num_layers, every = keys.integer("num_hidden_layers"), keys.integer("sliding_window_pattern", 4)
+    every = keys.integer("sliding_window_pattern", 4)
     keys.expect("layer_switch", (every, None), "sliding_window_pattern says otherwise")
-    default = [SLIDING if (i + 1) % every else FULL for i in range(num_layers)]
-    types = keys.sequence("layer_types", default)
-    windows = typed_windows(types, keys.integer("sliding_window", None), num_layers=num_layers)
+    _, windows = layer_types(keys, every=every)
     rope = read_rope(
         keys, max_positions=keys.integer("max_position_embeddings"), pairs=RopePairs.NEIGHBOURS
     )
@@ -63,13 +59,11 @@ def _read(keys: Keys, **more: Any) -> ModelConfig:
     keys.expect("use_gated_activation", (True, None), "feed-forward layers have gates here")
     keys.expect("use_embedding_sharing", (True, None), "tie_word_embeddings says otherwise")
     keys.expect("use_parallel_embedding", (False, True, None), "a switch of training code")
-    bias = keys.flag("attention_bias", False)
     return decoder_config(
         keys,
         norm=_norm(keys),
         pairs=RopePairs.NEIGHBOURS,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         tied_by_default=True,
         block={"branches": Branches.SHARED_NORM},
         model={"logit_scale": keys.number("logit_scale", 0.0625)},
@@ -106,6 +100,6 @@ COHERE = dataclasses.replace(
         *norm("input_layernorm", "attention_norm"),
         *norm("self_attn.q_norm", "attention/query_norm", "N H -> N H"),
         *norm("self_attn.k_norm", "attention/key_norm", "K H -> K H"),
-        *(*QKV, *OUT, *GATE_UP, *DOWN),
+        *(*QKV, *OUT, *MLP),
     ),
 )

@@ -20,14 +20,12 @@ from jaxinfra.hf.weights import LLAMA, OUT, QKV, Rule
 def read_falcon_h1(keys: Keys) -> ModelConfig:
     """Reads Falcon-H1: the sum of attention and Mamba 2 in every layer."""
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
-    bias = keys.flag("attention_bias", False)
     keys.ignore("num_logits_to_keep", "mlp_expansion_factor")
     keys.expect("mamba_use_mlp", (True, None), "every layer has a feed-forward layer")
     keys.expect("attn_layer_indices", (None,), "every layer attends")
     model = decoder_config(
         keys,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         mlp_bias=keys.flag("mlp_bias", False),
         model={
             "embedding_scale": keys.number("embedding_multiplier", 1.0),

@@ -6,10 +6,9 @@ from typing import Any
 from jaxinfra.config.kinds import MlpKind, NormPlacement
 from jaxinfra.config.model import ModelConfig, NormConfig
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.llama import write_qwen2
-from jaxinfra.hf.rope import read_rope, read_ropes_by_type, write_ropes_by_type
+from jaxinfra.hf.rope import read_rope, read_ropes_by_type
 from jaxinfra.hf.shared import (
     ACTIVATION_NAMES,
     FULL,
@@ -17,7 +16,9 @@ from jaxinfra.hf.shared import (
     decoder_config,
     decoder_keys,
     dense_block,
-    typed_windows,
+    layer_types,
+    rotated_by_type,
+    with_ropes_by_type,
 )
 from jaxinfra.hf.weights import GEMMA2, QK_NORM
 
@@ -30,18 +31,11 @@ def read_gemma2(keys: Keys) -> ModelConfig:
     keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
     window = keys.integer("sliding_window", None)
     keys.expect("sliding_window_size", (window, None), "sliding_window says otherwise")
-    num_layers = keys.integer("num_hidden_layers")
-    bias = keys.flag("attention_bias", False)
     return decoder_config(
         keys,
         activation_key="hidden_activation",
-        windows=typed_windows(
-            keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers]),
-            window,
-            num_layers=num_layers,
-        ),
-        qkv_bias=bias,
-        out_bias=bias,
+        windows=layer_types(keys, every=2)[1],
+        attention_bias=keys.flag("attention_bias", False),
         scale=keys.number("query_pre_attn_scalar") ** -0.5,
         logit_soft_cap=keys.number("attn_logit_softcapping", None),
         norm=NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0),
@@ -80,12 +74,10 @@ def read_gemma(keys: Keys) -> ModelConfig:
     # The first releases said gelu and meant the approximation, as the reference takes it.
     keys.expect("hidden_act", ("gelu_pytorch_tanh", "gelu"), "Gemma has the tanh approximation")
     keys.expect("hidden_activation", (None, "gelu_pytorch_tanh"), "Gemma has the approximation")
-    bias = keys.flag("attention_bias", False)
     return decoder_config(
         keys,
         norm=NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         tied_by_default=True,
         activation=MlpKind.GEGLU_TANH,
         model={"embedding_scale": keys.integer("hidden_size") ** 0.5},
@@ -102,26 +94,17 @@ def read_gemma3(keys: Keys) -> ModelConfig:
     keys.require("num_key_value_heads", "head_dim", "sliding_window")
     keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
     keys.expect("attn_logit_softcapping", (None,), "implementations differ in whether it is used")
-    num_layers = keys.integer("num_hidden_layers")
-    every = keys.integer("sliding_window_pattern", 6)
-    default = [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
-    types = keys.sequence("layer_types", default)
-    window = keys.integer("sliding_window", None)
-    windows = typed_windows(types, window, num_layers=num_layers)
+    types, windows = layer_types(keys, every=keys.integer("sliding_window_pattern", 6))
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=1.0)
-    ropes, bias = read_ropes(keys), keys.flag("attention_bias", False)
-    each_layer = [
-        {"window": window, "rope": ropes[kind]} for window, kind in zip(windows, types, strict=True)
-    ]
+    ropes = read_ropes(keys)
     return decoder_config(
         keys,
         activation_key="hidden_activation",
-        layers=each_layer,
+        layers=rotated_by_type(types, windows, ropes),
         rope=ropes[FULL],
         norm=norm,
         qk_norm=norm,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
         tied_by_default=True,
         block={"norm_placement": NormPlacement.SANDWICH},
@@ -146,22 +129,7 @@ def read_ropes(keys: Keys) -> dict[str, RopeConfig]:
 
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     """Writes Gemma 3 text; inverse of ``read_gemma3``."""
-    keys = write_gemma2(config)
-    for name in ("rope_theta", "rope_scaling"):
-        keys.pop(name, None)
-    return keys | write_ropes_by_type(ropes_by_type(config))
-
-
-def ropes_by_type(config: ModelConfig) -> dict[str, RopeConfig]:
-    """Returns the rotary embedding of layers with a window and of those without."""
-    found: dict[str, RopeConfig] = {}
-    for block in config.blocks:
-        if block.mixer.rope is not None:
-            found[FULL if block.mixer.window is None else SLIDING] = block.mixer.rope
-    if not found:
-        raise ConfigError("layers without rotary embedding: these write one of each type of layer")
-    (first, *_) = found.values()
-    return {SLIDING: first, FULL: first} | found
+    return with_ropes_by_type(write_gemma2(config), config)
 
 
 GEMMA3 = dataclasses.replace(GEMMA2, layer=(*GEMMA2.layer, *QK_NORM))

@@ -8,17 +8,18 @@ from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig, NormConfig
 from jaxinfra.config.streams import StreamsConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf.gemma import GEMMA3, read_ropes, ropes_by_type
+from jaxinfra.hf.gemma import GEMMA3, read_ropes
 from jaxinfra.hf.gemma4 import LAYER_INPUT, LAYER_INPUTS, TAKERS_HAVE, sharing, takes_keys
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.rope import write_ropes_by_type
 from jaxinfra.hf.shared import (
     FULL,
     SLIDING,
     decoder_config,
     decoder_keys,
     in_runs,
-    typed_windows,
+    layer_types,
+    rotated_by_type,
+    with_ropes_by_type,
 )
 from jaxinfra.hf.weights import WeightTable, norm, rule
 
@@ -31,12 +32,9 @@ def read_gemma3n(keys: Keys) -> ModelConfig:
     keys.require("hidden_size_per_layer_input", "intermediate_size")
     keys.ignore("altup_coef_clip")  # a limit on weights in the reference's training
     num_layers = keys.integer("num_hidden_layers")
-    default = [SLIDING if (i + 1) % 5 else FULL for i in range(num_layers)]
-    types = list(keys.sequence("layer_types", default))
-    windows = typed_windows(types, keys.integer("sliding_window"), num_layers=num_layers)
+    types, windows = layer_types(keys, every=5)
     kind, ropes = NormConfig(epsilon=keys.number("rms_norm_eps")), read_ropes(keys)
     widths, sparsity = _widths(keys, num_layers), _sparsity(keys, num_layers)
-    bias = keys.flag("attention_bias", False)
     streams = StreamsConfig(
         num_streams=keys.integer("altup_num_inputs", 4),
         active=keys.integer("altup_active_idx", 0),
@@ -46,17 +44,13 @@ def read_gemma3n(keys: Keys) -> ModelConfig:
     config = decoder_config(
         keys,
         activation_key="hidden_activation",
-        layers=[
-            {"window": window, "rope": ropes[each]}
-            for window, each in zip(windows, types, strict=True)
-        ],
+        layers=rotated_by_type(types, windows, ropes),
         hidden_dim=widths[0],
         rope=ropes[FULL],
         norm=kind,
         qk_norm=kind,
         value_norm=dataclasses.replace(kind, scale=False),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         scale=1.0,
         tied_by_default=True,
         block={
@@ -114,9 +108,7 @@ def _of_layers(name: str, found: Any, num_layers: int) -> tuple[Any, ...]:
 
 def write_gemma3n(config: ModelConfig) -> dict[str, Any]:
     """Writes Gemma 3n text; inverse of ``read_gemma3n``."""
-    keys, first = decoder_keys(config), config.layers[0]
-    for name in ("rope_theta", "rope_scaling"):
-        keys.pop(name, None)
+    keys, first = with_ropes_by_type(decoder_keys(config), config), config.layers[0]
     attention, streams = first.mixer, first.streams
     if streams is None or not isinstance(attention, GroupedAttentionConfig):
         raise ConfigError("a model of one stream: Gemma 3n has several (streams)")
@@ -138,7 +130,6 @@ def write_gemma3n(config: ModelConfig) -> dict[str, Any]:
         "altup_active_idx": streams.active,
         "altup_correct_scale": streams.scales_output,
         "laurel_rank": streams.residual_rank,
-        **write_ropes_by_type(ropes_by_type(config)),
     }
 
 

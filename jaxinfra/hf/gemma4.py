@@ -17,9 +17,9 @@ from jaxinfra.config.model import (
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.routing import RoutingConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf.gemma import GEMMA3, ropes_by_type
+from jaxinfra.hf.gemma import GEMMA3
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.rope import read_ropes_by_type, write_ropes_by_type
+from jaxinfra.hf.rope import read_ropes_by_type
 from jaxinfra.hf.shared import (
     FULL,
     SLIDING,
@@ -27,8 +27,9 @@ from jaxinfra.hf.shared import (
     decoder_keys,
     in_runs,
     typed_windows,
+    with_ropes_by_type,
 )
-from jaxinfra.hf.weights import Rule, norm, rule
+from jaxinfra.hf.weights import fused_experts, gated, norm, rule
 
 _ROPES = {
     SLIDING: RopeConfig(theta=10_000.0),
@@ -52,7 +53,6 @@ def read_gemma4(keys: Keys) -> ModelConfig:
     ropes = read_ropes_by_type(keys, (SLIDING, FULL), max_positions=max_positions) or _ROPES
     shared, heads = keys.flag("attention_k_eq_v", False), _global_heads(keys, types)
     fields = {FULL: heads | {"values_are_keys": shared}, SLIDING: {}}
-    bias = keys.flag("attention_bias", False)
     input_dim = keys.integer("hidden_size_per_layer_input")
     rows = keys.integer("vocab_size_per_layer_input", 262_144)
     config = decoder_config(
@@ -66,8 +66,7 @@ def read_gemma4(keys: Keys) -> ModelConfig:
         norm=kind_of_norm,
         qk_norm=kind_of_norm,
         value_norm=dataclasses.replace(kind_of_norm, scale=False),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         scale=1.0,
         tied_by_default=True,
         block={
@@ -202,9 +201,7 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
         }
         fed = MlpConfig(hidden_dim=fed.shared_hidden_dim, kind=fed.kind)
     assert isinstance(fed, MlpConfig), "the model's own layers"
-    keys = decoder_keys(config, mlp=fed)
-    for name in ("rope_theta", "rope_scaling"):
-        keys.pop(name, None)
+    keys = with_ropes_by_type(decoder_keys(config, mlp=fed), config)
     return keys | {
         "hidden_activation": keys.pop("hidden_act"),
         "head_dim": local.head_dim,
@@ -226,7 +223,6 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
         "vocab_size_per_layer_input": config.layer_input_rows or config.vocab_size,
         "num_kv_shared_layers": len(takers),
         "use_double_wide_mlp": any(each.feed_forward != first.feed_forward for each in takers),
-        **write_ropes_by_type(ropes_by_type(config)),
     }
 
 
@@ -246,18 +242,11 @@ _EXPERTS = (
     *norm("post_feedforward_layernorm_1", "mlp/shared_post_norm"),
     *norm("pre_feedforward_layernorm_2", "mlp/routed_norm"),
     *norm("post_feedforward_layernorm_2", "mlp/routed_post_norm"),
-    rule("mlp.gate_proj.weight", "mlp/shared_gate/weight", "F D -> D F"),
-    rule("mlp.up_proj.weight", "mlp/shared_up/weight", "F D -> D F"),
-    rule("mlp.down_proj.weight", "mlp/shared_down/weight", "D F -> F D"),
+    *gated("mlp", "mlp/shared_"),
     rule("router.scale", "mlp/router_norm/scale", "D -> D"),
     rule("router.proj.weight", "mlp/router/weight", "E D -> D E"),
     rule("router.per_expert_scale", "mlp/expert_scale", "E -> E"),
-    Rule(
-        name="experts.gate_up_proj",
-        parts=(("mlp/gate", "E F D -> E D F"), ("mlp/up", "E F D -> E D F")),
-        fused_dim=1,
-    ),
-    rule("experts.down_proj", "mlp/down", "E D F -> E F D"),
+    *fused_experts("experts"),
 )
 GEMMA4 = dataclasses.replace(
     GEMMA3,

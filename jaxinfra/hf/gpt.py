@@ -7,9 +7,19 @@ from jaxinfra.config.model import ModelConfig, NormConfig
 from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.layer_norm_models import layer_norm, ungated
+from jaxinfra.hf.layer_norm_models import layer_norm
 from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, renamed
-from jaxinfra.hf.weights import Rule, WeightTable, linear, norm, rule
+from jaxinfra.hf.weights import (
+    PRE_NORMS,
+    Rule,
+    WeightTable,
+    inward,
+    norm,
+    outside,
+    outward,
+    rule,
+    ungated,
+)
 
 _GPT_NAMES = {
     "hidden_size": "n_embd",
@@ -36,8 +46,7 @@ def read_gpt2(keys: Keys) -> ModelConfig:
         activation_default="gelu_new",
         gated=False,
         mlp_bias=True,
-        qkv_bias=True,
-        out_bias=True,
+        attention_bias=True,
         tied_by_default=True,
         model={"learned_positions": True, "dropout_rate": keys.number("resid_pdrop", 0.1)},
     )
@@ -75,7 +84,6 @@ def write_gpt2(config: ModelConfig) -> dict[str, Any]:
 def read_gpt_neox(keys: Keys) -> ModelConfig:
     """Reads GPT-NeoX and Pythia: layers side by side with two norms, a part of heads rotated."""
     is_parallel = keys.flag("use_parallel_residual", True)
-    bias = keys.flag("attention_bias", True)
     keys.ignore("classifier_dropout")
     theta = keys.number("rotary_emb_base", 10_000.0)
     return decoder_config(
@@ -87,8 +95,7 @@ def read_gpt_neox(keys: Keys) -> ModelConfig:
         default_theta=theta,
         gated=False,
         mlp_bias=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", True),
         block={"branches": Branches.PARALLEL if is_parallel else Branches.SEQUENTIAL},
     )
 
@@ -225,8 +232,7 @@ def read_opt(keys: Keys) -> ModelConfig:
         has_rope=False,
         gated=False,
         mlp_bias=bias,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=bias,
         tied_by_default=True,
         model={"learned_positions": True, "position_offset": 2},
     )
@@ -272,29 +278,15 @@ def grouped_qkv(theirs: str) -> tuple[Rule, Rule]:
     )
 
 
-def _attention(prefix: str, out: str) -> tuple[Rule, ...]:
-    return (
-        *linear(f"{prefix}.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
-        *linear(f"{prefix}.k_proj", "attention/key", "(K H) D -> D K H", "(K H) -> K H"),
-        *linear(f"{prefix}.v_proj", "attention/value", "(K H) D -> D K H", "(K H) -> K H"),
-        *linear(f"{prefix}.{out}", "attention/out", "D (N H) -> N H D", "D -> D"),
-    )
-
-
 GPT_NEOX = WeightTable(
     layer_prefix="gpt_neox.layers.{}.",
     layer=(
-        *norm("input_layernorm", "attention_norm"),
-        *norm("post_attention_layernorm", "mlp_norm"),
+        *PRE_NORMS,
         *grouped_qkv("attention.query_key_value"),
-        *linear("attention.dense", "attention/out", "D (N H) -> N H D", "D -> D"),
+        *outward("attention.dense"),
         *ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     ),
-    outside=(
-        rule("gpt_neox.embed_in.weight", "embedding/table", "V D -> V D"),
-        *norm("gpt_neox.final_layer_norm", "final_norm"),
-        rule("embed_out.weight", "unembedding/table", "V D -> V D"),
-    ),
+    outside=outside("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out"),
     root="gpt_neox.",
     ignored=r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
@@ -302,13 +294,11 @@ GPTJ = WeightTable(
     layer_prefix="transformer.h.{}.",
     layer=(
         *norm("ln_1", "attention_norm"),
-        *_attention("attn", "out_proj"),
+        *(*inward("attn"), *outward("attn.out_proj")),
         *ungated("mlp.fc_in", "mlp.fc_out"),
     ),
     outside=(
-        rule("transformer.wte.weight", "embedding/table", "V D -> V D"),
-        *norm("transformer.ln_f", "final_norm"),
-        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+        *outside("transformer.wte.weight", "transformer.ln_f"),
         rule("lm_head.bias", "logit_bias", "V -> V"),
     ),
     root="transformer.",
@@ -318,14 +308,11 @@ GPT_NEO = WeightTable(
     layer_prefix="transformer.h.{}.",
     layer=(
         *(*norm("ln_1", "attention_norm"), *norm("ln_2", "mlp_norm")),
-        *_attention("attn.attention", "out_proj"),
+        *(*inward("attn.attention"), *outward("attn.attention.out_proj")),
         *ungated("mlp.c_fc", "mlp.c_proj"),
     ),
-    outside=(
-        rule("transformer.wte.weight", "embedding/table", "V D -> V D"),
-        rule("transformer.wpe.weight", "positions/table", "P D -> P D"),
-        *norm("transformer.ln_f", "final_norm"),
-        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+    outside=outside(
+        *("transformer.wte.weight", "transformer.ln_f"), positions="transformer.wpe.weight"
     ),
     root="transformer.",
     ignored=r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",
@@ -335,14 +322,13 @@ OPT = WeightTable(
     layer=(
         *norm("self_attn_layer_norm", "attention_norm"),
         *norm("final_layer_norm", "mlp_norm"),
-        *_attention("self_attn", "out_proj"),
+        *(*inward("self_attn"), *outward("self_attn.out_proj")),
         *ungated("fc1", "fc2"),
     ),
-    outside=(
-        rule("model.decoder.embed_tokens.weight", "embedding/table", "V D -> V D"),
-        rule("model.decoder.embed_positions.weight", "positions/table", "P D -> P D"),
-        *norm("model.decoder.final_layer_norm", "final_norm"),
-        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+    outside=outside(
+        "model.decoder.embed_tokens.weight",
+        "model.decoder.final_layer_norm",
+        positions="model.decoder.embed_positions.weight",
     ),
     root="model.",
 )

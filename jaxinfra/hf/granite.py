@@ -66,11 +66,9 @@ def read_granitemoehybrid(keys: Keys) -> ModelConfig:
 
 
 def _dense(keys: Keys, **more: Any) -> ModelConfig:
-    bias = keys.flag("attention_bias", False)
     return decoder_config(
         keys,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         scale=keys.number("attention_multiplier", 1.0),
         block={"residual_scale": keys.number("residual_multiplier", 1.0)},
         model={

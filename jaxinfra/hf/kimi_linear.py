@@ -28,6 +28,7 @@ from jaxinfra.hf.weights import (
     WeightTable,
     beside,
     experts,
+    gated,
     rule,
 )
 
@@ -215,9 +216,7 @@ def _table(dense: str) -> WeightTable:
         LLAMA,
         layer=(
             *(*PRE_NORMS, *OUT),
-            rule(f"{dense}.gate_proj.weight", "mlp/gate/weight", "F D -> D F"),
-            rule(f"{dense}.up_proj.weight", "mlp/up/weight", "F D -> D F"),
-            rule(f"{dense}.down_proj.weight", "mlp/down/weight", "D F -> F D"),
+            *gated(dense),
             *beside("attention/kv_down/weight", LATENT),
             *beside("attention/decay_log", _DELTA),
             *experts("block_sparse_moe", "w1", "w3", "w2", shared="shared_experts"),

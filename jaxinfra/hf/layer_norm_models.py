@@ -14,10 +14,11 @@ from jaxinfra.hf.weights import (
     OUT,
     PRE_NORMS,
     QKV,
-    Rule,
-    linear,
-    norm,
+    head_norms,
+    outside,
+    outward,
     rule,
+    ungated,
 )
 
 
@@ -38,8 +39,7 @@ def read_starcoder2(keys: Keys) -> ModelConfig:
         windows=(keys.integer("sliding_window", None),),
         gated=False,
         mlp_bias=bias,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=bias,
         tied_by_default=True,
     )
 
@@ -94,8 +94,7 @@ def read_phi(keys: Keys) -> ModelConfig:
         default_fraction=0.5,
         gated=False,
         mlp_bias=True,
-        qkv_bias=True,
-        out_bias=True,
+        attention_bias=True,
         qk_norm=layer_norm(keys, "layer_norm_eps") if keys.flag("qk_layernorm", False) else None,
         block={"branches": Branches.SHARED_NORM},
         model={"logit_bias": True},
@@ -114,7 +113,6 @@ def write_phi(config: ModelConfig) -> dict[str, Any]:
 
 def read_nemotron(keys: Keys) -> ModelConfig:
     """Reads Nemotron 4: LayerNorm of 1 + scale, squared ReLU, half of each head rotated."""
-    bias = keys.flag("attention_bias", False)
     norm = dataclasses.replace(layer_norm(keys, "norm_eps"), scale_offset=1.0)
     return decoder_config(
         keys,
@@ -123,8 +121,7 @@ def read_nemotron(keys: Keys) -> ModelConfig:
         default_fraction=0.5,
         gated=False,
         mlp_bias=keys.flag("mlp_bias", False),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
     )
 
 
@@ -136,14 +133,6 @@ def write_nemotron(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": attention.out_bias,
         "mlp_bias": mlp.bias,
     }
-
-
-def ungated(up: str, down: str) -> tuple[Rule, ...]:
-    """Makes the rules of a feed-forward layer without a gate."""
-    return (
-        *linear(up, "mlp/up", "F D -> D F", "F -> F"),
-        *linear(down, "mlp/down", "D F -> F D", "D -> D"),
-    )
 
 
 STARCODER2 = dataclasses.replace(
@@ -162,15 +151,12 @@ PHI = dataclasses.replace(
     LLAMA,
     layer=(
         *(*PRE_NORMS, *QKV),
-        *linear("self_attn.dense", "attention/out", "D (N H) -> N H D", "D -> D"),
-        *norm("self_attn.q_layernorm", "attention/query_norm", "H -> H"),
-        *norm("self_attn.k_layernorm", "attention/key_norm", "H -> H"),
+        *outward("self_attn.dense"),
+        *head_norms("self_attn.q_layernorm", "self_attn.k_layernorm"),
         *ungated("mlp.fc1", "mlp.fc2"),
     ),
     outside=(
-        rule("model.embed_tokens.weight", "embedding/table", "V D -> V D"),
-        *norm("model.final_layernorm", "final_norm"),
-        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+        *outside("model.embed_tokens.weight", "model.final_layernorm"),
         rule("lm_head.bias", "logit_bias", "V -> V"),
     ),
 )

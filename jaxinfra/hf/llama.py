@@ -25,8 +25,11 @@ from jaxinfra.hf.weights import LLAMA, PredictionTable, joined_inputs, norm
 
 def read_llama(keys: Keys) -> ModelConfig:
     """Reads Llama 2, 3, 3.1 and 3.2."""
-    bias = keys.flag("attention_bias", False)
-    return decoder_config(keys, qkv_bias=bias, out_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
+    return decoder_config(
+        keys,
+        attention_bias=keys.flag("attention_bias", False),
+        mlp_bias=keys.flag("mlp_bias", False),
+    )
 
 
 def write_llama(config: ModelConfig) -> dict[str, Any]:
@@ -84,10 +87,12 @@ def read_qwen3(keys: Keys) -> ModelConfig:
     """Reads Qwen 3: query and key normalized by head."""
     keys.require("num_key_value_heads", "head_dim")
     keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
-    bias = keys.flag("attention_bias", False)
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
     return decoder_config(
-        keys, windows=layer_windows(keys), qkv_bias=bias, out_bias=bias, qk_norm=norm
+        keys,
+        windows=layer_windows(keys),
+        attention_bias=keys.flag("attention_bias", False),
+        qk_norm=norm,
     )
 
 

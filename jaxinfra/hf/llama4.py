@@ -16,7 +16,7 @@ from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import read_rope
 from jaxinfra.hf.shared import FULL, decoder_config, decoder_keys, mlp_kind, routed, routes
 from jaxinfra.hf.sparse import LOSSES, as_wide, layers_of
-from jaxinfra.hf.weights import LLAMA, OUT, PRE_NORMS, QKV, Rule, linear, rule
+from jaxinfra.hf.weights import LLAMA, OUT, PRE_NORMS, QKV, Rule, gated, rule
 
 _CHUNKED = "chunked_attention"
 
@@ -26,7 +26,6 @@ def read_llama4(keys: Keys) -> ModelConfig:
     keys.require("num_key_value_heads", "head_dim", "attention_chunk_size", "intermediate_size_mlp")
     keys.ignore(*LOSSES, "router_jitter_noise", "for_llm_compressor")
     num_layers = keys.integer("num_hidden_layers")
-    bias = keys.flag("attention_bias", False)
     rope = read_rope(
         keys,
         max_positions=keys.integer("max_position_embeddings"),
@@ -40,8 +39,7 @@ def read_llama4(keys: Keys) -> ModelConfig:
         keys.named_as(intermediate_size="intermediate_size_mlp"),
         layers=layers,
         rope=rope,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         qk_norm_after_rope=True,
     )
     width = keys.integer("intermediate_size")
@@ -117,18 +115,10 @@ def write_llama4(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _mlp(theirs: str, ours: str) -> tuple[Rule, ...]:
-    return (
-        *linear(f"{theirs}.gate_proj", f"mlp/{ours}gate", "F D -> D F", "F -> F"),
-        *linear(f"{theirs}.up_proj", f"mlp/{ours}up", "F D -> D F", "F -> F"),
-        *linear(f"{theirs}.down_proj", f"mlp/{ours}down", "D F -> F D", "D -> D"),
-    )
-
-
 LLAMA4 = dataclasses.replace(
     LLAMA,
     layer=(
-        *(*PRE_NORMS, *QKV, *OUT, *_mlp("feed_forward", "")),
+        *(*PRE_NORMS, *QKV, *OUT, *gated("feed_forward")),
         rule("feed_forward.router.weight", "mlp/router/weight", "E D -> D E"),
         Rule(
             name="feed_forward.experts.gate_up_proj",
@@ -136,6 +126,6 @@ LLAMA4 = dataclasses.replace(
             fused_dim=2,
         ),
         rule("feed_forward.experts.down_proj", "mlp/down", "E F D -> E F D"),
-        *_mlp("feed_forward.shared_expert", "shared_"),
+        *gated("feed_forward.shared_expert", "mlp/shared_"),
     ),
 )

@@ -27,12 +27,13 @@ from jaxinfra.hf.shared import (
 )
 from jaxinfra.hf.weights import (
     DOWN,
-    GATE_UP,
     LLAMA,
+    MLP,
     OUT,
     PRE_NORMS,
     QK_NORM,
     QKV,
+    head_norms,
     linear,
     norm,
     rule,
@@ -80,9 +81,11 @@ def write_helium(config: ModelConfig) -> dict[str, Any]:
 
 def read_arcee(keys: Keys) -> ModelConfig:
     """Reads Arcee: squared ReLU without a gate."""
-    bias = keys.flag("attention_bias", False)
     return decoder_config(
-        keys, gated=False, qkv_bias=bias, out_bias=bias, mlp_bias=keys.flag("mlp_bias", False)
+        keys,
+        gated=False,
+        attention_bias=keys.flag("attention_bias", False),
+        mlp_bias=keys.flag("mlp_bias", False),
     )
 
 
@@ -91,13 +94,11 @@ def read_apertus(keys: Keys) -> ModelConfig:
     _require_rope(keys)
     keys.expect("qk_norm", (True, None), "queries and keys are normalized here")
     keys.expect("post_norm", (False, None), "norms are before layers here")
-    bias = keys.flag("attention_bias", False)
     return decoder_config(
         keys,
         gated=False,
         default_theta=12e6,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
     )
 
@@ -135,7 +136,6 @@ def read_smollm3(keys: Keys) -> ModelConfig:
     default = [SLIDING if window and not each else FULL for each in has_rope]
     types = keys.sequence("layer_types", default)
     windows = typed_windows(types, window, num_layers=num_layers)
-    bias = keys.flag("attention_bias", False)
     rope = _rope(keys, default_theta=2e6)
     return decoder_config(
         keys,
@@ -144,8 +144,7 @@ def read_smollm3(keys: Keys) -> ModelConfig:
             for window, rotates in zip(windows, has_rope, strict=True)
         ],
         rope=rope,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         mlp_bias=keys.flag("mlp_bias", False),
         tied_by_default=True,
     )
@@ -220,8 +219,7 @@ def ernie_decoder(keys: Keys) -> ModelConfig:
         keys,
         pairs=RopePairs.NEIGHBOURS,
         default_theta=500_000.0,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=bias,
         mlp_bias=bias,
         tied_by_default=True,
     )
@@ -250,14 +248,12 @@ def hunyuan_decoder(keys: Keys, **more: Any) -> ModelConfig:
     keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
     keys.expect("use_cla", (False, None), "each layer has keys and values of its own")
     keys.expect("mlp_bias", (False, None), "feed-forward layers here have no biases")
-    bias = keys.flag("attention_bias", False)
     head_dim = keys.integer("head_dim", None)
     keys.expect("attention_head_dim", (head_dim, None), "head_dim says otherwise")
     return decoder_config(
         keys,
         rope=_rope(keys, has_alpha=True),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
         qk_norm_after_rope=True,
         **more,
@@ -378,15 +374,14 @@ EXAONE4 = dataclasses.replace(
     layer=(
         *norm("post_attention_layernorm", "attention_post_norm"),
         *norm("post_feedforward_layernorm", "mlp_post_norm"),
-        *(*QKV, *OUT, *QK_NORM, *GATE_UP, *DOWN),
+        *(*QKV, *OUT, *QK_NORM, *MLP),
     ),
 )
 HUNYUAN_ATTENTION = (
     *(*PRE_NORMS, *QKV, *OUT),
-    *norm("self_attn.query_layernorm", "attention/query_norm", "H -> H"),
-    *norm("self_attn.key_layernorm", "attention/key_norm", "H -> H"),
+    *head_norms("self_attn.query_layernorm", "self_attn.key_layernorm"),
 )
-HUNYUAN = dataclasses.replace(LLAMA, layer=(*HUNYUAN_ATTENTION, *GATE_UP, *DOWN))
+HUNYUAN = dataclasses.replace(LLAMA, layer=(*HUNYUAN_ATTENTION, *MLP))
 APERTUS = dataclasses.replace(
     LLAMA,
     layer=(

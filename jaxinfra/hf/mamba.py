@@ -11,7 +11,7 @@ from jaxinfra.config.model import BlockConfig, ModelConfig, NormConfig, stacked
 from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.weights import Rule, WeightTable, beside, linear, norm, rule
+from jaxinfra.hf.weights import Rule, WeightTable, beside, linear, norm, outside, rule
 
 RESCALED = "implementations differ in whether stored weights are scaled by it again"
 """Reason to refuse what is meant for initial weights alone."""
@@ -185,10 +185,6 @@ def state_space(theirs: str) -> tuple[Rule, ...]:
 MAMBA2 = WeightTable(
     layer_prefix="backbone.layers.{}.",
     layer=(*norm("norm", "attention_norm"), *state_space("mixer")),
-    outside=(
-        rule("backbone.embeddings.weight", "embedding/table", "V D -> V D"),
-        *norm("backbone.norm_f", "final_norm"),
-        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
-    ),
+    outside=outside("backbone.embeddings.weight", "backbone.norm_f"),
     root="backbone.",
 )

@@ -3,6 +3,7 @@
 A layer is a Mamba 2 mixer, attention without positions, a feed-forward layer or experts.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +19,10 @@ from jaxinfra.config.model import (
 from jaxinfra.config.recurrent import NoMixer, StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.mamba import LARGEST_STEP, read_step_limit, state_space
+from jaxinfra.hf.mamba import LARGEST_STEP, MAMBA2, read_step_limit, state_space
 from jaxinfra.hf.shared import ACTIVATION_NAMES, FULL, LINEAR, UNGATED, in_runs
 from jaxinfra.hf.sparse import LOSSES, read_sigmoid_routing
-from jaxinfra.hf.weights import WeightTable, experts, linear, norm, rule, without
+from jaxinfra.hf.weights import experts, inward, norm, outward, rule, ungated, without
 
 _MLP, _EXPERTS = "mlp", "moe"
 _LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}
@@ -208,31 +209,19 @@ def _experts_keys(routed: ExpertsConfig) -> dict[str, Any]:
     }
 
 
-_ATTENTION = (
-    *linear("mixer.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
-    *linear("mixer.k_proj", "attention/key", "(K H) D -> D K H", "(K H) -> K H"),
-    *linear("mixer.v_proj", "attention/value", "(K H) D -> D K H", "(K H) -> K H"),
-    *linear("mixer.o_proj", "attention/out", "D (N H) -> N H D", "D -> D"),
-)
-NEMOTRON_H = WeightTable(
-    layer_prefix="backbone.layers.{}.",
+_ATTENTION = (*inward("mixer"), *outward("mixer.o_proj"))
+NEMOTRON_H = dataclasses.replace(
+    MAMBA2,
     layer=(
         *norm("norm", "attention_norm"),
         *norm("norm", "mlp_norm"),
         *state_space("mixer"),
         *without("attention/value_conv/weight", _ATTENTION),
-        *linear("mixer.up_proj", "mlp/up", "F D -> D F", "F -> F"),
-        *linear("mixer.down_proj", "mlp/down", "D F -> F D", "D -> D"),
+        *ungated("mixer.up_proj", "mixer.down_proj"),
         *experts("mixer", "gate_proj", "up_proj", "down_proj", shared="shared_experts"),
         rule("mixer.fc1_latent_proj.weight", "mlp/latent_down/weight", "R D -> D R"),
         rule("mixer.fc2_latent_proj.weight", "mlp/latent_up/weight", "D R -> R D"),
     ),
-    outside=(
-        rule("backbone.embeddings.weight", "embedding/table", "V D -> V D"),
-        *norm("backbone.norm_f", "final_norm"),
-        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
-    ),
-    root="backbone.",
     ignored=r"mtp\..*",
 )
 """Tensors of Nemotron-H; predictors of further tokens are left out."""

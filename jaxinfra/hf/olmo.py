@@ -7,21 +7,32 @@ from jaxinfra.config.kinds import NormKind, NormPlacement, QkNormOver
 from jaxinfra.config.model import ModelConfig, NormConfig
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf.gemma import ropes_by_type
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.rope import read_rope, read_ropes_by_type, write_ropes_by_type
+from jaxinfra.hf.rope import read_rope, read_ropes_by_type
 from jaxinfra.hf.shared import (
     FULL,
     SLIDING,
     decoder_config,
     decoder_keys,
     dense_block,
+    layer_types,
     renamed,
-    typed_windows,
+    rotated_by_type,
     window_keys,
+    with_ropes_by_type,
 )
 from jaxinfra.hf.sparse import LOSSES, experts_keys, read_experts
-from jaxinfra.hf.weights import DOWN, GATE_UP, LLAMA, OUT, PROJECTIONS, QKV, experts, norm
+from jaxinfra.hf.weights import (
+    LLAMA,
+    MLP,
+    OUT,
+    PRE_NORMS,
+    PROJECTIONS,
+    QKV,
+    experts,
+    head_norms,
+    norm,
+)
 
 _THETA = 500_000.0
 _OVER_ALL = QkNormOver.ALL_HEADS
@@ -29,12 +40,10 @@ _OVER_ALL = QkNormOver.ALL_HEADS
 
 def read_olmo(keys: Keys) -> ModelConfig:
     """Reads OLMo 1: LayerNorm without learned numbers, clipped queries, keys and values."""
-    bias = keys.flag("attention_bias", False)
     return decoder_config(
         keys,
         norm=NormConfig(kind=NormKind.LAYER, scale=False),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         qkv_clip=keys.number("clip_qkv", None),
     )
 
@@ -54,10 +63,7 @@ def read_olmo2(keys: Keys) -> ModelConfig:
 def read_olmo3(keys: Keys) -> ModelConfig:
     """Reads OLMo 3: OLMo 2 with windows, whose layers keep the rotation of pretraining."""
     keys.require("sliding_window")
-    num_layers = keys.integer("num_hidden_layers")
-    default = [SLIDING if (i + 1) % 4 else FULL for i in range(num_layers)]
-    types = keys.sequence("layer_types", default)
-    windows = typed_windows(types, keys.integer("sliding_window", None), num_layers=num_layers)
+    types, windows = layer_types(keys, every=4)
     max_positions = keys.integer("max_position_embeddings")
     ropes = read_ropes_by_type(keys, (SLIDING, FULL), max_positions=max_positions)
     if ropes is None:
@@ -68,25 +74,16 @@ def read_olmo3(keys: Keys) -> ModelConfig:
                 "layers with windows have it; write rope_parameters with an entry for each type"
             )
         ropes = {SLIDING: RopeConfig(theta=full.theta), FULL: full}
-    return _normed_after(
-        keys,
-        [
-            {"window": window, "rope": ropes[kind]}
-            for window, kind in zip(windows, types, strict=True)
-        ],
-        rope=ropes[FULL],
-    )
+    return _normed_after(keys, rotated_by_type(types, windows, ropes), rope=ropes[FULL])
 
 
 def _normed_after(keys: Keys, layers: list[dict[str, Any]], **more: Any) -> ModelConfig:
-    bias = keys.flag("attention_bias", False)
     return decoder_config(
         keys,
         layers=layers,
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
         qk_norm_over=_OVER_ALL,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         block={"norm_placement": NormPlacement.POST},
         **more,
     )
@@ -100,27 +97,22 @@ def write_olmo2(config: ModelConfig) -> dict[str, Any]:
 
 def write_olmo3(config: ModelConfig) -> dict[str, Any]:
     """Writes OLMo 3; inverse of ``read_olmo3``."""
-    keys, windows = write_olmo2(config), window_keys(config)
-    for name in ("rope_theta", "rope_scaling"):
-        keys.pop(name, None)
-    return keys | {
+    windows = window_keys(config)
+    return with_ropes_by_type(write_olmo2(config), config) | {
         "sliding_window": windows["sliding_window"] or config.max_positions,
         "layer_types": windows["layer_types"],
-        **write_ropes_by_type(ropes_by_type(config)),
     }
 
 
 def read_olmoe(keys: Keys) -> ModelConfig:
     """Reads OLMoE: experts in every layer, norms over all heads before rotary."""
     keys.ignore(*LOSSES)
-    bias = keys.flag("attention_bias", False)
     dense = decoder_config(
         keys,
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
         qk_norm_over=_OVER_ALL,
         qkv_clip=keys.number("clip_qkv", None),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
     )
     return read_experts(keys, dense, width_key="intermediate_size", renormalizes=False)
 
@@ -134,23 +126,16 @@ def write_olmoe(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_NORMS_OVER_ALL = (
-    *norm("self_attn.q_norm", "attention/query_norm", "(N H) -> N H"),
-    *norm("self_attn.k_norm", "attention/key_norm", "(K H) -> K H"),
-)
+_NORMS_OVER_ALL = head_norms("self_attn.q_norm", "self_attn.k_norm", over_all=True)
 OLMO2 = dataclasses.replace(
     LLAMA,
     layer=(
         *norm("post_attention_layernorm", "attention_post_norm"),
         *norm("post_feedforward_layernorm", "mlp_post_norm"),
-        *(*QKV, *OUT, *_NORMS_OVER_ALL, *GATE_UP, *DOWN),
+        *(*QKV, *OUT, *_NORMS_OVER_ALL, *MLP),
     ),
 )
 OLMOE = dataclasses.replace(
     LLAMA,
-    layer=(
-        *norm("input_layernorm", "attention_norm"),
-        *norm("post_attention_layernorm", "mlp_norm"),
-        *(*QKV, *OUT, *_NORMS_OVER_ALL, *experts("mlp", *PROJECTIONS)),
-    ),
+    layer=(*(*PRE_NORMS, *QKV, *OUT, *_NORMS_OVER_ALL, *experts("mlp", *PROJECTIONS)),),
 )

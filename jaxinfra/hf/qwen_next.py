@@ -28,9 +28,8 @@ from jaxinfra.hf.sparse import (
     read_qwen_experts,
 )
 from jaxinfra.hf.weights import (
-    DOWN,
-    GATE_UP,
     LLAMA,
+    MLP,
     OUT,
     PRE_NORMS,
     PROJECTIONS,
@@ -41,6 +40,7 @@ from jaxinfra.hf.weights import (
     WeightTable,
     beside,
     experts,
+    fused_experts,
     joined_inputs,
     norm,
     rule,
@@ -89,7 +89,7 @@ def _attending(keys: Keys, **more: Any) -> ModelConfig:
     keys.expect("attn_output_gate", (True, None), "attention has a gate here")
     keys.ignore("mamba_ssm_dtype")
     keys.expect("mtp_use_dedicated_embeddings", (False, None), "the module reads the model's table")
-    bias, norm = keys.flag("attention_bias", False), _norm(keys)
+    norm = _norm(keys)
     rope = read_rope(
         keys,
         max_positions=keys.integer("max_position_embeddings"),
@@ -102,8 +102,7 @@ def _attending(keys: Keys, **more: Any) -> ModelConfig:
         norm=norm,
         rope=rope,
         partial_rotary=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=keys.flag("attention_bias", False),
         qk_norm=norm,
         out_gate=True,
         model={"mtp": keys.integer("mtp_num_hidden_layers", 0) > 0},
@@ -206,7 +205,7 @@ def _weights(inward: tuple[Rule, ...]) -> WeightTable:
             *PRE_NORMS,
             *beside("attention/query_norm/scale", attends),
             *beside("attention/decay_log", (*inward, *GATED_DELTA)),
-            *(*GATE_UP, *DOWN),
+            *MLP,
             *experts("mlp", *PROJECTIONS, shared="shared_expert"),
         ),
         ignored=rf"{LLAMA.ignored}|mtp\..*",
@@ -289,12 +288,7 @@ QWEN3_5_MOE = dataclasses.replace(
             QWEN3_5,
             layer=(
                 *(each for each in QWEN3_5.layer if ".experts." not in each.name),
-                Rule(
-                    name="mlp.experts.gate_up_proj",
-                    parts=(("mlp/gate", "E F D -> E D F"), ("mlp/up", "E F D -> E D F")),
-                    fused_dim=1,
-                ),
-                rule("mlp.experts.down_proj", "mlp/down", "E D F -> E F D"),
+                *fused_experts("mlp.experts"),
             ),
         ),
     ),

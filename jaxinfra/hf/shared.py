@@ -21,7 +21,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import REQUIRED, Keys
-from jaxinfra.hf.rope import read_rope, write_rope
+from jaxinfra.hf.rope import read_rope, write_rope, write_ropes_by_type
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -78,6 +78,7 @@ def decoder_config(
     default_theta: float = 10_000.0,
     default_fraction: float = 1.0,
     pairs: RopePairs = RopePairs.HALVES,
+    attention_bias: bool = False,
     tied_by_default: bool = False,
     block: Mapping[str, Any] = types.MappingProxyType({}),
     model: Mapping[str, Any] = types.MappingProxyType({}),
@@ -98,6 +99,7 @@ def decoder_config(
         mixer: mixer that replaces grouped attention, including its rotary embedding.
         partial_rotary: whether the architecture may rotate only a fraction of each head.
         original_max_positions, default_theta, default_fraction, pairs: as in ``read_rope``.
+        attention_bias: whether all four projections of attention have biases.
         block, model: further fields of ``BlockConfig`` and of ``ModelConfig``.
         attention: further fields of ``GroupedAttentionConfig``.
     """
@@ -132,6 +134,8 @@ def decoder_config(
             "num_kv_heads": num_kv_heads or keys.integer("num_key_value_heads", heads),
             "head_dim": keys.integer("head_dim", width // heads),
             "rope": rope,
+            "qkv_bias": attention_bias,
+            "out_bias": attention_bias,
             **attention,
         }
         mixers = [GroupedAttentionConfig(**{**plain, **each}) for each in each_layer]
@@ -355,6 +359,41 @@ def window_keys(config: ModelConfig) -> dict[str, Any]:
         ),
         "layer_types": [FULL if window is None else SLIDING for window in windows],
     }
+
+
+def layer_types(keys: Keys, *, every: int) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """Reads each layer's type and window.
+
+    Args:
+        every: period of the layers without a window, where the config names no types.
+    """
+    num_layers = keys.integer("num_hidden_layers")
+    by_default = [SLIDING if (i + 1) % every else FULL for i in range(num_layers)]
+    types = keys.sequence("layer_types", by_default)
+    window = keys.integer("sliding_window", None)
+    return types, typed_windows(types, window, num_layers=num_layers)
+
+
+def rotated_by_type(
+    types: Sequence[str], windows: Sequence[int | None], ropes: Mapping[str, RopeConfig]
+) -> list[dict[str, Any]]:
+    """Returns the fields of attention by layer where each type has a rotary embedding."""
+    return [
+        {"window": window, "rope": ropes[kind]} for window, kind in zip(windows, types, strict=True)
+    ]
+
+
+def with_ropes_by_type(keys: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Returns written keys with a rotary embedding of each type of layer in place of one."""
+    found: dict[str, RopeConfig] = {}
+    for block in config.blocks:
+        if block.mixer.rope is not None:
+            found[FULL if block.mixer.window is None else SLIDING] = block.mixer.rope
+    if not found:
+        raise ConfigError("layers without rotary embedding: these write one of each type of layer")
+    (first, *_) = found.values()
+    plain = {name: keys[name] for name in keys if name not in ("rope_theta", "rope_scaling")}
+    return plain | write_ropes_by_type({SLIDING: first, FULL: first} | found)
 
 
 def typed_windows(

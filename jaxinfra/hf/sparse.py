@@ -20,15 +20,13 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.shared import (
     ACTIVATION_NAMES,
-    FULL,
-    SLIDING,
     decoder_config,
     decoder_keys,
+    layer_types,
     layer_windows,
     mlp_kind,
     routed,
     routes,
-    typed_windows,
     window_keys,
 )
 
@@ -187,9 +185,10 @@ def read_qwen3_moe(keys: Keys) -> ModelConfig:
     else:
         keys.ignore("max_window_layers")
         window = None
-    bias = keys.flag("attention_bias", False)
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
-    dense = decoder_config(keys, windows=(window,), qkv_bias=bias, out_bias=bias, qk_norm=norm)
+    dense = decoder_config(
+        keys, windows=(window,), attention_bias=keys.flag("attention_bias", False), qk_norm=norm
+    )
     return read_qwen_experts(keys, dense)
 
 
@@ -269,8 +268,6 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
         keys.expect(name, (value,), f"the gate here has {value}")
     top_k = keys.named("num_experts_per_tok", "experts_per_token")
     keys.ignore(*LOSSES, "initial_context_length")  # said again in the rope's scaling
-    num_layers = keys.integer("num_hidden_layers")
-    types = keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers])
     bias = keys.flag("attention_bias", True)
     if not keys.mapping("rope_scaling") and not keys.mapping("rope_parameters"):
         raise ConfigError(
@@ -280,9 +277,8 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
         )
     dense = decoder_config(
         keys,
-        windows=typed_windows(types, keys.integer("sliding_window", None), num_layers=num_layers),
-        qkv_bias=bias,
-        out_bias=bias,
+        windows=layer_types(keys, every=2)[1],
+        attention_bias=bias,
         sinks=True,
         default_theta=150_000.0,
     )

@@ -46,7 +46,7 @@ from jaxinfra.hf.weights import (
     PROJECTIONS,
     QKV,
     experts,
-    norm,
+    head_norms,
     rule,
 )
 
@@ -65,8 +65,7 @@ def read_dots1(keys: Keys) -> ModelConfig:
     dense = decoder_config(
         keys,
         windows=typed_windows(types, window, num_layers=num_layers),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=bias,
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
     )
     routing = read_sigmoid_routing(keys, renormalizes=False)
@@ -228,8 +227,7 @@ def read_phimoe(keys: Keys) -> ModelConfig:
         rope=_with_mscale(keys, rope),
         norm=NormConfig(kind=NormKind.LAYER, epsilon=keys.number("rms_norm_eps"), bias=True),
         windows=(keys.integer("sliding_window", None),),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention_bias=bias,
         model={"logit_bias": keys.flag("lm_head_bias", False)},
     )
     routing = RoutingConfig(
@@ -276,8 +274,7 @@ MINIMAX_M2 = dataclasses.replace(
     LLAMA,
     layer=(
         *(*PRE_NORMS, *QKV, *OUT),
-        *norm("self_attn.q_norm", "attention/query_norm", "(N H) -> N H"),
-        *norm("self_attn.k_norm", "attention/key_norm", "(K H) -> K H"),
+        *head_norms("self_attn.q_norm", "self_attn.k_norm", over_all=True),
         *experts(*("block_sparse_moe", "w1", "w3", "w2"), correction="e_score_correction_bias"),
     ),
 )

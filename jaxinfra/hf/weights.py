@@ -85,21 +85,86 @@ def norm(theirs: str, ours: str, layout: str = "D -> D") -> tuple[Rule, Rule]:
     )
 
 
-QKV = (
-    *linear("self_attn.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
-    *linear("self_attn.k_proj", "attention/key", "(K H) D -> D K H", "(K H) -> K H"),
-    *linear("self_attn.v_proj", "attention/value", "(K H) D -> D K H", "(K H) -> K H"),
-)
-OUT = linear("self_attn.o_proj", "attention/out", "D (N H) -> N H D", "D -> D")
-QK_NORM = (
-    *norm("self_attn.q_norm", "attention/query_norm", "H -> H"),
-    *norm("self_attn.k_norm", "attention/key_norm", "H -> H"),
-)
-GATE_UP = (
-    *linear("mlp.gate_proj", "mlp/gate", "F D -> D F", "F -> F"),
-    *linear("mlp.up_proj", "mlp/up", "F D -> D F", "F -> F"),
-)
-DOWN = linear("mlp.down_proj", "mlp/down", "D F -> F D", "D -> D")
+def inward(theirs: str) -> tuple[Rule, ...]:
+    """Makes the rules of the projections to queries, keys and values."""
+    return (
+        *linear(f"{theirs}.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
+        *linear(f"{theirs}.k_proj", "attention/key", "(K H) D -> D K H", "(K H) -> K H"),
+        *linear(f"{theirs}.v_proj", "attention/value", "(K H) D -> D K H", "(K H) -> K H"),
+    )
+
+
+def outward(theirs: str) -> tuple[Rule, ...]:
+    """Makes the rules of attention's output projection."""
+    return linear(theirs, "attention/out", "D (N H) -> N H D", "D -> D")
+
+
+def fused_qkv(theirs: str) -> Rule:
+    """Makes the rule of one weight of queries, keys and values, one after another."""
+    return Rule(
+        name=theirs,
+        parts=(
+            ("attention/query/weight", "(N H) D -> D N H"),
+            ("attention/key/weight", "(K H) D -> D K H"),
+            ("attention/value/weight", "(K H) D -> D K H"),
+        ),
+    )
+
+
+def head_norms(query: str, key: str, *, over_all: bool = False) -> tuple[Rule, ...]:
+    """Makes the rules of norms of queries and keys, by head or over all heads."""
+    return (
+        *norm(query, "attention/query_norm", "(N H) -> N H" if over_all else "H -> H"),
+        *norm(key, "attention/key_norm", "(K H) -> K H" if over_all else "H -> H"),
+    )
+
+
+def ungated(up: str, down: str) -> tuple[Rule, ...]:
+    """Makes the rules of a feed-forward layer without a gate."""
+    return (
+        *linear(up, "mlp/up", "F D -> D F", "F -> F"),
+        *linear(down, "mlp/down", "D F -> F D", "D -> D"),
+    )
+
+
+def gated(theirs: str, ours: str = "mlp/") -> tuple[Rule, ...]:
+    """Makes the rules of a feed-forward layer with a gate."""
+    return (
+        *linear(f"{theirs}.gate_proj", f"{ours}gate", "F D -> D F", "F -> F"),
+        *linear(f"{theirs}.up_proj", f"{ours}up", "F D -> D F", "F -> F"),
+        *linear(f"{theirs}.down_proj", f"{ours}down", "D F -> F D", "D -> D"),
+    )
+
+
+def fused_experts(theirs: str) -> tuple[Rule, ...]:
+    """Makes the rules of all experts of a layer, stored as one tensor of gates and ups."""
+    return (
+        Rule(
+            name=f"{theirs}.gate_up_proj",
+            parts=(("mlp/gate", "E F D -> E D F"), ("mlp/up", "E F D -> E D F")),
+            fused_dim=1,
+        ),
+        rule(f"{theirs}.down_proj", "mlp/down", "E D F -> E F D"),
+    )
+
+
+def outside(
+    embedding: str, final_norm: str, head: str = "lm_head", *, positions: str | None = None
+) -> tuple[Rule, ...]:
+    """Makes the rules of the tables of tokens and positions, the last norm and the output head."""
+    learned = () if positions is None else (rule(positions, "positions/table", "P D -> P D"),)
+    return (
+        rule(embedding, "embedding/table", "V D -> V D"),
+        *learned,
+        *norm(final_norm, "final_norm"),
+        rule(f"{head}.weight", "unembedding/table", "V D -> V D"),
+    )
+
+
+QKV, OUT = inward("self_attn"), outward("self_attn.o_proj")
+QK_NORM = head_norms("self_attn.q_norm", "self_attn.k_norm")
+MLP = gated("mlp")
+DOWN = MLP[-2:]
 FUSED_GATE_UP = Rule(
     name="mlp.gate_up_proj.weight",
     parts=(("mlp/gate/weight", "F D -> D F"), ("mlp/up/weight", "F D -> D F")),
@@ -108,18 +173,14 @@ PRE_NORMS = (
     *norm("input_layernorm", "attention_norm"),
     *norm("post_attention_layernorm", "mlp_norm"),
 )
-OUTSIDE = (
-    rule("model.embed_tokens.weight", "embedding/table", "V D -> V D"),
-    *norm("model.norm", "final_norm"),
-    rule("lm_head.weight", "unembedding/table", "V D -> V D"),
-)
+OUTSIDE = outside("model.embed_tokens.weight", "model.norm")
 
 ATTENDS = without("attention/value_conv/weight", (*QKV, *OUT))
 """Grouped attention in models some of whose layers have a state."""
 
 LLAMA = WeightTable(
     layer_prefix="model.layers.{}.",
-    layer=(*PRE_NORMS, *QKV, *OUT, *QK_NORM, *GATE_UP, *DOWN),
+    layer=(*PRE_NORMS, *QKV, *OUT, *QK_NORM, *MLP),
     outside=OUTSIDE,
     root="model.",
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -131,21 +192,14 @@ GEMMA2 = dataclasses.replace(
         *norm("post_attention_layernorm", "attention_post_norm"),
         *norm("pre_feedforward_layernorm", "mlp_norm"),
         *norm("post_feedforward_layernorm", "mlp_post_norm"),
-        *(*QKV, *OUT, *GATE_UP, *DOWN),
+        *(*QKV, *OUT, *MLP),
     ),
 )
 PHI3 = dataclasses.replace(
     LLAMA,
     layer=(
         *PRE_NORMS,
-        Rule(
-            name="self_attn.qkv_proj.weight",
-            parts=(
-                ("attention/query/weight", "(N H) D -> D N H"),
-                ("attention/key/weight", "(K H) D -> D K H"),
-                ("attention/value/weight", "(K H) D -> D K H"),
-            ),
-        ),
+        fused_qkv("self_attn.qkv_proj.weight"),
         *OUT,
         FUSED_GATE_UP,
         *DOWN,
@@ -223,7 +277,7 @@ LATENT = (
 DEEPSEEK = dataclasses.replace(
     LLAMA,
     layer=(
-        *(*PRE_NORMS, *LATENT, *OUT, *GATE_UP, *DOWN),
+        *(*PRE_NORMS, *LATENT, *OUT, *MLP),
         *experts("mlp", *PROJECTIONS, shared="shared_experts"),
     ),
     extra_layers=True,
@@ -278,11 +332,8 @@ GPT2 = WeightTable(
         *linear("mlp.c_fc", "mlp/up", "D F -> D F", "F -> F"),
         *linear("mlp.c_proj", "mlp/down", "F D -> F D", "D -> D"),
     ),
-    outside=(
-        rule("transformer.wte.weight", "embedding/table", "V D -> V D"),
-        rule("transformer.wpe.weight", "positions/table", "P D -> P D"),
-        *norm("transformer.ln_f", "final_norm"),
-        rule("lm_head.weight", "unembedding/table", "V D -> V D"),
+    outside=outside(
+        *("transformer.wte.weight", "transformer.ln_f"), positions="transformer.wpe.weight"
     ),
     root="transformer.",
     ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",  # causal masks
