@@ -12,6 +12,7 @@ from jaxinfra.hf.layer_norm_models import layer_norm
 from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, renamed
 from jaxinfra.hf.weights import (
     PRE_NORMS,
+    Family,
     WeightTable,
     fused_qkv,
     norm,
@@ -264,3 +265,10 @@ _FALCON_TWO_NORMS = dataclasses.replace(
 def falcon_weights(config: ModelConfig) -> WeightTable:
     """Returns Falcon's table; models with two norms side by side have other names for them."""
     return _FALCON_TWO_NORMS if config.blocks[0].branches is Branches.PARALLEL else BLOOM
+
+
+FAMILIES = {
+    "bloom": Family("BloomForCausalLM", read_bloom, write_bloom, BLOOM),
+    "mpt": Family("MptForCausalLM", read_mpt, write_mpt, MPT),
+    "falcon": Family("FalconForCausalLM", read_falcon, write_falcon, falcon_weights),
+}

@@ -8,7 +8,7 @@ from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
 from jaxinfra.hf.shared import as_attending, decoder_config, decoder_keys, dense_block, with_mixers
-from jaxinfra.hf.weights import ATTENDS, LLAMA, gated, norm, outside
+from jaxinfra.hf.weights import ATTENDS, LLAMA, Family, gated, norm, outside
 
 
 def read_bamba(keys: Keys) -> ModelConfig:
@@ -58,3 +58,7 @@ BAMBA = dataclasses.replace(
     layer=(*NORMS, *ATTENDS, *state_space("mamba"), *FEED_FORWARD),
     outside=OUTER,
 )
+
+FAMILIES = {
+    "bamba": Family("BambaForCausalLM", read_bamba, write_bamba, BAMBA),
+}

@@ -16,7 +16,7 @@ from jaxinfra.hf.shared import (
     renamed,
     window_keys,
 )
-from jaxinfra.hf.weights import LLAMA, MLP, OUT, QKV, norm
+from jaxinfra.hf.weights import LLAMA, MLP, OUT, QKV, Family, norm
 
 
 def read_cohere(keys: Keys) -> ModelConfig:
@@ -103,3 +103,8 @@ COHERE = dataclasses.replace(
         *(*QKV, *OUT, *MLP),
     ),
 )
+
+FAMILIES = {
+    "cohere": Family("CohereForCausalLM", read_cohere, write_cohere, COHERE),
+    "cohere2": Family("Cohere2ForCausalLM", read_cohere2, write_cohere2, COHERE),
+}

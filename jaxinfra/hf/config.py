@@ -1,8 +1,8 @@
 """Translation of Hugging Face configs to ours and back, by a table of architectures."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from jaxinfra.config.kinds import Head
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
@@ -40,273 +40,33 @@ from jaxinfra.hf.quantization import Quantization, read_quantization
 from jaxinfra.hf.text_part import text_part
 from jaxinfra.runtime.files import is_of_type
 
-
-class Family(NamedTuple):
-    """One architecture: its name, the reader and writer of its configs, its weights."""
-
-    architecture: str
-    read: Callable[[Keys], ModelConfig]
-    write: Callable[[ModelConfig], dict[str, Any]]
-    weights: weights.WeightTable | Callable[[ModelConfig], weights.WeightTable]
-
-    @property
-    def classifier(self) -> str:
-        """Architecture of the same layers with a score of each text."""
-        stem = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        return f"{stem}ForSequenceClassification"
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", llama.read_llama, llama.write_llama, weights.LLAMA),
-    "mistral": Family("MistralForCausalLM", llama.read_mistral, llama.write_mistral, weights.LLAMA),
-    "qwen2": Family("Qwen2ForCausalLM", llama.read_qwen2, llama.write_qwen2, weights.LLAMA),
-    "mimo": Family("MiMoForCausalLM", llama.read_mimo, llama.write_mimo, llama.MIMO),
-    "qwen3": Family("Qwen3ForCausalLM", llama.read_qwen3, llama.write_qwen3, weights.LLAMA),
-    "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2, gemma.write_gemma2, weights.GEMMA2),
-    "phi3": Family("Phi3ForCausalLM", llama.read_phi3, llama.write_phi3, weights.PHI3),
-    "gpt2": Family("GPT2LMHeadModel", gpt.read_gpt2, gpt.write_gpt2, weights.GPT2),
-    "mixtral": Family(
-        "MixtralForCausalLM", sparse.read_mixtral, sparse.write_mixtral, weights.MIXTRAL
-    ),
-    "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM", sparse.read_qwen2_moe, sparse.write_qwen2_moe, weights.QWEN_MOE
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", sparse.read_qwen3_moe, sparse.write_qwen3_moe, weights.QWEN_MOE
-    ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM", sparse.read_gpt_oss, sparse.write_gpt_oss, weights.GPT_OSS
-    ),
-    "deepseek_v2": Family(
-        "DeepseekV2ForCausalLM",
-        deepseek.read_deepseek_v2,
-        deepseek.write_deepseek_v2,
-        weights.DEEPSEEK,
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        deepseek.read_deepseek_v3,
-        deepseek.write_deepseek_v3,
-        weights.DEEPSEEK,
-    ),
-    "kimi_k2": Family(
-        "DeepseekV3ForCausalLM",
-        deepseek.read_deepseek_v3,
-        deepseek.write_deepseek_v3,
-        weights.DEEPSEEK,
-    ),
-    "gemma": Family("GemmaForCausalLM", gemma.read_gemma, gemma.write_gemma, weights.LLAMA),
-    "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3, gemma.write_gemma3, gemma.GEMMA3),
-    "gemma3n_text": Family(
-        "Gemma3nForCausalLM", gemma3n.read_gemma3n, gemma3n.write_gemma3n, gemma3n.gemma3n
-    ),
-    "gemma4_text": Family(
-        "Gemma4ForCausalLM", gemma4.read_gemma4, gemma4.write_gemma4, gemma4.GEMMA4
-    ),
-    "olmo": Family("OlmoForCausalLM", olmo.read_olmo, olmo.write_olmo, weights.LLAMA),
-    "olmo2": Family("Olmo2ForCausalLM", olmo.read_olmo2, olmo.write_olmo2, olmo.OLMO2),
-    "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3, olmo.write_olmo3, olmo.OLMO2),
-    "olmoe": Family("OlmoeForCausalLM", olmo.read_olmoe, olmo.write_olmoe, olmo.OLMOE),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM",
-        llama_variants.read_smollm3,
-        llama_variants.write_smollm3,
-        weights.LLAMA,
-    ),
-    "seed_oss": Family(
-        "SeedOssForCausalLM",
-        llama_variants.read_seed_oss,
-        llama_variants.write_seed_oss,
-        weights.LLAMA,
-    ),
-    "helium": Family(
-        "HeliumForCausalLM", llama_variants.read_helium, llama_variants.write_helium, weights.LLAMA
-    ),
-    "arcee": Family(
-        "ArceeForCausalLM", llama_variants.read_arcee, llama_variants.write_biased, weights.LLAMA
-    ),
-    "apertus": Family(
-        "ApertusForCausalLM",
-        llama_variants.read_apertus,
-        llama_variants.write_biased,
-        llama_variants.APERTUS,
-    ),
-    "exaone4": Family(
-        "Exaone4ForCausalLM",
-        llama_variants.read_exaone4,
-        llama_variants.write_exaone4,
-        llama_variants.EXAONE4,
-    ),
-    "ernie4_5": Family(
-        "Ernie4_5ForCausalLM", llama_variants.read_ernie, llama_variants.write_ernie, weights.LLAMA
-    ),
-    "hunyuan_v1_dense": Family(
-        "HunYuanDenseV1ForCausalLM",
-        llama_variants.read_hunyuan,
-        llama_variants.write_hunyuan,
-        llama_variants.HUNYUAN,
-    ),
-    "ministral": Family(
-        "MinistralForCausalLM",
-        llama_variants.read_ministral,
-        llama_variants.write_ministral,
-        weights.LLAMA,
-    ),
-    "ministral3": Family(
-        "Ministral3ForCausalLM",
-        llama_variants.read_ministral3,
-        llama_variants.write_ministral3,
-        weights.LLAMA,
-    ),
-    "cwm": Family(
-        "CwmForCausalLM", llama_variants.read_cwm, llama_variants.write_cwm, weights.LLAMA
-    ),
-    "glm": Family("GlmForCausalLM", glm.read_glm, glm.write_glm, glm.GLM),
-    "glm4": Family("Glm4ForCausalLM", glm.read_glm4, glm.write_glm, glm.GLM4),
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM", glm.read_glm4_moe, glm.write_glm4_moe, glm.SIGMOID_EXPERTS
-    ),
-    "granite": Family(
-        "GraniteForCausalLM", granite.read_granite, granite.write_granite, weights.LLAMA
-    ),
-    "granitemoe": Family(
-        "GraniteMoeForCausalLM",
-        granite.read_granitemoe,
-        granite.write_granitemoe,
-        granite.GRANITE_MOE,
-    ),
-    "granitemoeshared": Family(
-        "GraniteMoeSharedForCausalLM",
-        granite.read_granitemoeshared,
-        granite.write_granitemoeshared,
-        granite.GRANITE_MOE,
-    ),
-    "cohere": Family("CohereForCausalLM", cohere.read_cohere, cohere.write_cohere, cohere.COHERE),
-    "cohere2": Family(
-        "Cohere2ForCausalLM", cohere.read_cohere2, cohere.write_cohere2, cohere.COHERE
-    ),
-    "starcoder2": Family(
-        "Starcoder2ForCausalLM",
-        layer_norm_models.read_starcoder2,
-        layer_norm_models.write_starcoder2,
-        layer_norm_models.STARCODER2,
-    ),
-    "stablelm": Family(
-        "StableLmForCausalLM",
-        layer_norm_models.read_stablelm,
-        layer_norm_models.write_stablelm,
-        layer_norm_models.STABLELM,
-    ),
-    "phi": Family(
-        "PhiForCausalLM",
-        layer_norm_models.read_phi,
-        layer_norm_models.write_phi,
-        layer_norm_models.PHI,
-    ),
-    "nemotron": Family(
-        "NemotronForCausalLM",
-        layer_norm_models.read_nemotron,
-        layer_norm_models.write_nemotron,
-        layer_norm_models.NEMOTRON,
-    ),
-    "dots1": Family(
-        "Dots1ForCausalLM",
-        sparse_variants.read_dots1,
-        sparse_variants.write_dots1,
-        glm.SIGMOID_EXPERTS,
-    ),
-    "minimax_m2": Family(
-        "MiniMaxM2ForCausalLM",
-        sparse_variants.read_minimax_m2,
-        sparse_variants.write_minimax_m2,
-        sparse_variants.MINIMAX_M2,
-    ),
-    "ernie4_5_moe": Family(
-        "Ernie4_5_MoeForCausalLM",
-        sparse_variants.read_ernie_moe,
-        sparse_variants.write_ernie_moe,
-        sparse_variants.ERNIE_MOE,
-    ),
-    "hunyuan_v1_moe": Family(
-        "HunYuanMoEV1ForCausalLM",
-        sparse_variants.read_hunyuan_moe,
-        sparse_variants.write_hunyuan_moe,
-        sparse_variants.HUNYUAN_MOE,
-    ),
-    "phimoe": Family(
-        "PhimoeForCausalLM",
-        sparse_variants.read_phimoe,
-        sparse_variants.write_phimoe,
-        sparse_variants.PHIMOE,
-    ),
-    "llama4_text": Family(
-        "Llama4ForCausalLM", llama4.read_llama4, llama4.write_llama4, llama4.LLAMA4
-    ),
-    "gpt_neox": Family("GPTNeoXForCausalLM", gpt.read_gpt_neox, gpt.write_gpt_neox, gpt.GPT_NEOX),
-    "gptj": Family("GPTJForCausalLM", gpt.read_gptj, gpt.write_gptj, gpt.GPTJ),
-    "gpt_neo": Family("GPTNeoForCausalLM", gpt.read_gpt_neo, gpt.write_gpt_neo, gpt.GPT_NEO),
-    "opt": Family("OPTForCausalLM", gpt.read_opt, gpt.write_opt, gpt.OPT),
-    "bloom": Family("BloomForCausalLM", alibi.read_bloom, alibi.write_bloom, alibi.BLOOM),
-    "mpt": Family("MptForCausalLM", alibi.read_mpt, alibi.write_mpt, alibi.MPT),
-    "falcon": Family(
-        "FalconForCausalLM", alibi.read_falcon, alibi.write_falcon, alibi.falcon_weights
-    ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
-        qwen_next.read_qwen3_next,
-        qwen_next.write_qwen3_next,
-        qwen_next.qwen3_next_weights,
-    ),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM", qwen_next.read_qwen3_5, qwen_next.write_qwen3_5, qwen_next.QWEN3_5
-    ),
-    "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM",
-        qwen_next.read_qwen3_5_moe,
-        qwen_next.write_qwen3_5_moe,
-        qwen_next.QWEN3_5_MOE,
-    ),
-    "granitemoehybrid": Family(
-        "GraniteMoeHybridForCausalLM",
-        granite.read_granitemoehybrid,
-        granite.write_granitemoehybrid,
-        granite.GRANITE_HYBRID,
-    ),
-    "bamba": Family("BambaForCausalLM", bamba.read_bamba, bamba.write_bamba, bamba.BAMBA),
-    "falcon_h1": Family(
-        "FalconH1ForCausalLM",
-        falcon_h1.read_falcon_h1,
-        falcon_h1.write_falcon_h1,
-        falcon_h1.FALCON_H1,
-    ),
-    "lfm2": Family("Lfm2ForCausalLM", lfm2.read_lfm2, lfm2.write_lfm2, lfm2.LFM2),
-    "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_lfm2_moe, lfm2.write_lfm2_moe, lfm2.LFM2),
-    "kimi_linear": Family(
-        "KimiLinearForCausalLM",
-        kimi_linear.read_kimi_linear,
-        kimi_linear.write_kimi_linear,
-        kimi_linear.KIMI_LINEAR,
-    ),
-    "nemotron_h": Family(
-        "NemotronHForCausalLM",
-        nemotron_h.read_nemotron_h,
-        nemotron_h.write_nemotron_h,
-        nemotron_h.NEMOTRON_H,
-    ),
-    "mamba2": Family("Mamba2ForCausalLM", mamba.read_mamba2, mamba.write_mamba2, mamba.MAMBA2),
-    "mamba": Family(
-        "MambaForCausalLM", selective.read_mamba, selective.write_mamba, selective.MAMBA
-    ),
-    "falcon_mamba": Family(
-        "FalconMambaForCausalLM",
-        selective.read_falcon_mamba,
-        selective.write_falcon_mamba,
-        selective.MAMBA,
-    ),
-    "jamba": Family(
-        "JambaForCausalLM", selective.read_jamba, selective.write_jamba, selective.JAMBA
-    ),
-}
+_READERS = (
+    llama,
+    gemma,
+    gpt,
+    sparse,
+    deepseek,
+    gemma3n,
+    gemma4,
+    olmo,
+    llama_variants,
+    glm,
+    granite,
+    cohere,
+    layer_norm_models,
+    sparse_variants,
+    llama4,
+    alibi,
+    qwen_next,
+    bamba,
+    falcon_h1,
+    lfm2,
+    kimi_linear,
+    nemotron_h,
+    mamba,
+    selective,
+)
+FAMILIES = {name: family for each in _READERS for name, family in each.FAMILIES.items()}
 """Readers by ``model_type``, in the order in which an export looks for one that says the model."""
 
 

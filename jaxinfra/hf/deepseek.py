@@ -22,6 +22,7 @@ from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import yarn_temperature
 from jaxinfra.hf.shared import decoder_config, decoder_keys, mlp_kind, routed, routes
 from jaxinfra.hf.sparse import read_sigmoid_routing
+from jaxinfra.hf.weights import DEEPSEEK, Family
 
 _IGNORED = (
     *("seq_aux", "aux_loss_alpha", "output_router_logits", "router_aux_loss_coef"),
@@ -182,3 +183,10 @@ def _all_dim(latent: LatentAttentionConfig) -> float:
         raise ConfigError(f"scale={latent.scale}: one of YaRN's temperature is what these write")
     temperature = math.sqrt(latent.scale * math.sqrt(latent.head_dim))
     return round((temperature - 1.0) / (0.1 * math.log(scaling.factor)), 6)
+
+
+FAMILIES = {
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", read_deepseek_v2, write_deepseek_v2, DEEPSEEK),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", read_deepseek_v3, write_deepseek_v3, DEEPSEEK),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", read_deepseek_v3, write_deepseek_v3, DEEPSEEK),
+}

@@ -14,7 +14,7 @@ from jaxinfra.hf.bamba import FEED_FORWARD, NORMS, OUTER
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
 from jaxinfra.hf.shared import as_attending, decoder_config, decoder_keys, dense_block, with_mixers
-from jaxinfra.hf.weights import LLAMA, OUT, QKV, Rule
+from jaxinfra.hf.weights import LLAMA, OUT, QKV, Family, Rule
 
 
 def read_falcon_h1(keys: Keys) -> ModelConfig:
@@ -141,3 +141,7 @@ FALCON_H1 = dataclasses.replace(
     ),
     outside=OUTER,
 )
+
+FAMILIES = {
+    "falcon_h1": Family("FalconH1ForCausalLM", read_falcon_h1, write_falcon_h1, FALCON_H1),
+}

@@ -20,7 +20,7 @@ from jaxinfra.hf.shared import (
     rotated_by_type,
     with_ropes_by_type,
 )
-from jaxinfra.hf.weights import GEMMA2, QK_NORM
+from jaxinfra.hf.weights import GEMMA2, LLAMA, QK_NORM, Family
 
 
 def read_gemma2(keys: Keys) -> ModelConfig:
@@ -133,3 +133,9 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
 
 
 GEMMA3 = dataclasses.replace(GEMMA2, layer=(*GEMMA2.layer, *QK_NORM))
+
+FAMILIES = {
+    "gemma2": Family("Gemma2ForCausalLM", read_gemma2, write_gemma2, GEMMA2),
+    "gemma": Family("GemmaForCausalLM", read_gemma, write_gemma, LLAMA),
+    "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3, write_gemma3, GEMMA3),
+}

@@ -21,7 +21,7 @@ from jaxinfra.hf.shared import (
     rotated_by_type,
     with_ropes_by_type,
 )
-from jaxinfra.hf.weights import WeightTable, norm, rule
+from jaxinfra.hf.weights import Family, WeightTable, norm, rule
 
 
 def read_gemma3n(keys: Keys) -> ModelConfig:
@@ -160,3 +160,8 @@ def gemma3n(config: ModelConfig) -> WeightTable:
         outside=(*GEMMA3.outside, *LAYER_INPUTS, *projections),
         takers_have=TAKERS_HAVE,
     )
+
+
+FAMILIES = {
+    "gemma3n_text": Family("Gemma3nForCausalLM", read_gemma3n, write_gemma3n, gemma3n),
+}

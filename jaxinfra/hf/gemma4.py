@@ -29,7 +29,7 @@ from jaxinfra.hf.shared import (
     typed_windows,
     with_ropes_by_type,
 )
-from jaxinfra.hf.weights import fused_experts, gated, norm, rule
+from jaxinfra.hf.weights import Family, fused_experts, gated, norm, rule
 
 _ROPES = {
     SLIDING: RopeConfig(theta=10_000.0),
@@ -257,3 +257,7 @@ GEMMA4 = dataclasses.replace(
     outside=(*GEMMA3.outside, *LAYER_INPUTS),
     takers_have=TAKERS_HAVE,
 )
+
+FAMILIES = {
+    "gemma4_text": Family("Gemma4ForCausalLM", read_gemma4, write_gemma4, GEMMA4),
+}

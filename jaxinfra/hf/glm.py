@@ -23,6 +23,7 @@ from jaxinfra.hf.weights import (
     PRE_NORMS,
     PROJECTIONS,
     QKV,
+    Family,
     experts,
     norm,
 )
@@ -109,3 +110,9 @@ SIGMOID_EXPERTS = dataclasses.replace(
     prediction=NEXT_LAYER,
 )
 """Weights of models with experts as in DeepSeek-V3 over grouped attention."""
+
+FAMILIES = {
+    "glm": Family("GlmForCausalLM", read_glm, write_glm, GLM),
+    "glm4": Family("Glm4ForCausalLM", read_glm4, write_glm, GLM4),
+    "glm4_moe": Family("Glm4MoeForCausalLM", read_glm4_moe, write_glm4_moe, SIGMOID_EXPERTS),
+}

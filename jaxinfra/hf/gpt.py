@@ -10,7 +10,9 @@ from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.layer_norm_models import layer_norm
 from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, renamed
 from jaxinfra.hf.weights import (
+    GPT2,
     PRE_NORMS,
+    Family,
     Rule,
     WeightTable,
     inward,
@@ -332,3 +334,11 @@ OPT = WeightTable(
     ),
     root="model.",
 )
+
+FAMILIES = {
+    "gpt2": Family("GPT2LMHeadModel", read_gpt2, write_gpt2, GPT2),
+    "gpt_neox": Family("GPTNeoXForCausalLM", read_gpt_neox, write_gpt_neox, GPT_NEOX),
+    "gptj": Family("GPTJForCausalLM", read_gptj, write_gptj, GPTJ),
+    "gpt_neo": Family("GPTNeoForCausalLM", read_gpt_neo, write_gpt_neo, GPT_NEO),
+    "opt": Family("OPTForCausalLM", read_opt, write_opt, OPT),
+}

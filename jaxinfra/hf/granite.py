@@ -19,7 +19,7 @@ from jaxinfra.hf.shared import (
     with_mixers,
 )
 from jaxinfra.hf.sparse import LOSSES, experts_keys, layers_of, read_experts
-from jaxinfra.hf.weights import ATTENDS, LLAMA, OUT, PRE_NORMS, QKV, Rule, rule
+from jaxinfra.hf.weights import ATTENDS, LLAMA, OUT, PRE_NORMS, QKV, Family, Rule, rule
 
 
 def read_granite(keys: Keys) -> ModelConfig:
@@ -157,3 +157,14 @@ GRANITE_HYBRID = dataclasses.replace(
         rule("shared_mlp.output_linear.weight", "mlp/down/weight", "D F -> F D"),
     ),
 )
+
+FAMILIES = {
+    "granite": Family("GraniteForCausalLM", read_granite, write_granite, LLAMA),
+    "granitemoe": Family("GraniteMoeForCausalLM", read_granitemoe, write_granitemoe, GRANITE_MOE),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM", read_granitemoeshared, write_granitemoeshared, GRANITE_MOE
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM", read_granitemoehybrid, write_granitemoehybrid, GRANITE_HYBRID
+    ),
+}

@@ -25,6 +25,7 @@ from jaxinfra.hf.weights import (
     LLAMA,
     OUT,
     PRE_NORMS,
+    Family,
     WeightTable,
     beside,
     experts,
@@ -227,3 +228,9 @@ def _table(dense: str) -> WeightTable:
 
 KIMI_LINEAR = dataclasses.replace(_table("mlp"), others=(_table("block_sparse_moe"),))
 """Tensors of Kimi Linear; the reference implementation saves dense layers by experts' name."""
+
+FAMILIES = {
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM", read_kimi_linear, write_kimi_linear, KIMI_LINEAR
+    ),
+}

@@ -14,6 +14,7 @@ from jaxinfra.hf.weights import (
     OUT,
     PRE_NORMS,
     QKV,
+    Family,
     head_norms,
     outside,
     outward,
@@ -163,3 +164,10 @@ PHI = dataclasses.replace(
 NEMOTRON = dataclasses.replace(
     LLAMA, layer=(*PRE_NORMS, *QKV, *OUT, *ungated("mlp.up_proj", "mlp.down_proj"))
 )
+
+FAMILIES = {
+    "starcoder2": Family("Starcoder2ForCausalLM", read_starcoder2, write_starcoder2, STARCODER2),
+    "stablelm": Family("StableLmForCausalLM", read_stablelm, write_stablelm, STABLELM),
+    "phi": Family("PhiForCausalLM", read_phi, write_phi, PHI),
+    "nemotron": Family("NemotronForCausalLM", read_nemotron, write_nemotron, NEMOTRON),
+}

@@ -26,6 +26,7 @@ from jaxinfra.hf.sparse import LOSSES, as_wide, layers_of, read_experts_after_de
 from jaxinfra.hf.weights import (
     ATTENDS,
     LLAMA,
+    Family,
     Rule,
     beside,
     experts,
@@ -182,3 +183,8 @@ LFM2 = dataclasses.replace(
     ),
     outside=outside("model.embed_tokens.weight", "model.embedding_norm"),
 )
+
+FAMILIES = {
+    "lfm2": Family("Lfm2ForCausalLM", read_lfm2, write_lfm2, LFM2),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", read_lfm2_moe, write_lfm2_moe, LFM2),
+}

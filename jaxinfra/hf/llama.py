@@ -20,7 +20,7 @@ from jaxinfra.hf.shared import (
     layer_windows,
     window_keys,
 )
-from jaxinfra.hf.weights import LLAMA, PredictionTable, joined_inputs, norm
+from jaxinfra.hf.weights import LLAMA, PHI3, Family, PredictionTable, joined_inputs, norm
 
 
 def read_llama(keys: Keys) -> ModelConfig:
@@ -131,3 +131,13 @@ def write_phi3(config: ModelConfig) -> dict[str, Any]:
         "resid_pdrop": config.dropout_rate,
         "embd_pdrop": config.dropout_rate,
     }
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", read_llama, write_llama, LLAMA),
+    "mistral": Family("MistralForCausalLM", read_mistral, write_mistral, LLAMA),
+    "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2, LLAMA),
+    "mimo": Family("MiMoForCausalLM", read_mimo, write_mimo, MIMO),
+    "qwen3": Family("Qwen3ForCausalLM", read_qwen3, write_qwen3, LLAMA),
+    "phi3": Family("Phi3ForCausalLM", read_phi3, write_phi3, PHI3),
+}

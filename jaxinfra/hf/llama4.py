@@ -16,7 +16,7 @@ from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import read_rope
 from jaxinfra.hf.shared import FULL, decoder_config, decoder_keys, mlp_kind, routed, routes
 from jaxinfra.hf.sparse import LOSSES, as_wide, layers_of
-from jaxinfra.hf.weights import LLAMA, OUT, PRE_NORMS, QKV, Rule, gated, rule
+from jaxinfra.hf.weights import LLAMA, OUT, PRE_NORMS, QKV, Family, Rule, gated, rule
 
 _CHUNKED = "chunked_attention"
 
@@ -129,3 +129,7 @@ LLAMA4 = dataclasses.replace(
         *gated("feed_forward.shared_expert", "mlp/shared_"),
     ),
 )
+
+FAMILIES = {
+    "llama4_text": Family("Llama4ForCausalLM", read_llama4, write_llama4, LLAMA4),
+}

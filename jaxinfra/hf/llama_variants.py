@@ -33,6 +33,7 @@ from jaxinfra.hf.weights import (
     PRE_NORMS,
     QK_NORM,
     QKV,
+    Family,
     head_norms,
     linear,
     norm,
@@ -394,3 +395,17 @@ APERTUS = dataclasses.replace(
         rule("mlp.act_fn.eps", "mlp/edge", " -> "),
     ),
 )
+
+FAMILIES = {
+    "smollm3": Family("SmolLM3ForCausalLM", read_smollm3, write_smollm3, LLAMA),
+    "seed_oss": Family("SeedOssForCausalLM", read_seed_oss, write_seed_oss, LLAMA),
+    "helium": Family("HeliumForCausalLM", read_helium, write_helium, LLAMA),
+    "arcee": Family("ArceeForCausalLM", read_arcee, write_biased, LLAMA),
+    "apertus": Family("ApertusForCausalLM", read_apertus, write_biased, APERTUS),
+    "exaone4": Family("Exaone4ForCausalLM", read_exaone4, write_exaone4, EXAONE4),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", read_ernie, write_ernie, LLAMA),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", read_hunyuan, write_hunyuan, HUNYUAN),
+    "ministral": Family("MinistralForCausalLM", read_ministral, write_ministral, LLAMA),
+    "ministral3": Family("Ministral3ForCausalLM", read_ministral3, write_ministral3, LLAMA),
+    "cwm": Family("CwmForCausalLM", read_cwm, write_cwm, LLAMA),
+}

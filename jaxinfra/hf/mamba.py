@@ -11,7 +11,7 @@ from jaxinfra.config.model import BlockConfig, ModelConfig, NormConfig, stacked
 from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.weights import Rule, WeightTable, beside, linear, norm, outside, rule
+from jaxinfra.hf.weights import Family, Rule, WeightTable, beside, linear, norm, outside, rule
 
 RESCALED = "implementations differ in whether stored weights are scaled by it again"
 """Reason to refuse what is meant for initial weights alone."""
@@ -188,3 +188,7 @@ MAMBA2 = WeightTable(
     outside=outside("backbone.embeddings.weight", "backbone.norm_f"),
     root="backbone.",
 )
+
+FAMILIES = {
+    "mamba2": Family("Mamba2ForCausalLM", read_mamba2, write_mamba2, MAMBA2),
+}

@@ -22,7 +22,7 @@ from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mamba import LARGEST_STEP, MAMBA2, read_step_limit, state_space
 from jaxinfra.hf.shared import ACTIVATION_NAMES, FULL, LINEAR, UNGATED, in_runs
 from jaxinfra.hf.sparse import LOSSES, read_sigmoid_routing
-from jaxinfra.hf.weights import experts, inward, norm, outward, rule, ungated, without
+from jaxinfra.hf.weights import Family, experts, inward, norm, outward, rule, ungated, without
 
 _MLP, _EXPERTS = "mlp", "moe"
 _LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}
@@ -225,3 +225,7 @@ NEMOTRON_H = dataclasses.replace(
     ignored=r"mtp\..*",
 )
 """Tensors of Nemotron-H; predictors of further tokens are left out."""
+
+FAMILIES = {
+    "nemotron_h": Family("NemotronHForCausalLM", read_nemotron_h, write_nemotron_h, NEMOTRON_H),
+}

@@ -29,6 +29,7 @@ from jaxinfra.hf.weights import (
     PRE_NORMS,
     PROJECTIONS,
     QKV,
+    Family,
     experts,
     head_norms,
     norm,
@@ -139,3 +140,10 @@ OLMOE = dataclasses.replace(
     LLAMA,
     layer=(*(*PRE_NORMS, *QKV, *OUT, *_NORMS_OVER_ALL, *experts("mlp", *PROJECTIONS)),),
 )
+
+FAMILIES = {
+    "olmo": Family("OlmoForCausalLM", read_olmo, write_olmo, LLAMA),
+    "olmo2": Family("Olmo2ForCausalLM", read_olmo2, write_olmo2, OLMO2),
+    "olmo3": Family("Olmo3ForCausalLM", read_olmo3, write_olmo3, OLMO2),
+    "olmoe": Family("OlmoeForCausalLM", read_olmoe, write_olmoe, OLMOE),
+}

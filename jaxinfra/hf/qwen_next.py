@@ -35,6 +35,7 @@ from jaxinfra.hf.weights import (
     PROJECTIONS,
     QK_NORM,
     QKV,
+    Family,
     PredictionTable,
     Rule,
     WeightTable,
@@ -294,3 +295,13 @@ QWEN3_5_MOE = dataclasses.replace(
     ),
 )
 """Tensors of Qwen3.5 with experts; its makers' files have all experts of a layer in one."""
+
+FAMILIES = {
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", read_qwen3_next, write_qwen3_next, qwen3_next_weights
+    ),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", read_qwen3_5, write_qwen3_5, QWEN3_5),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", read_qwen3_5_moe, write_qwen3_5_moe, QWEN3_5_MOE
+    ),
+}

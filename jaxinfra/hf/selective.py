@@ -24,15 +24,7 @@ from jaxinfra.hf.shared import (
     with_mixers,
 )
 from jaxinfra.hf.sparse import LOSSES, as_wide, layers_of
-from jaxinfra.hf.weights import (
-    ATTENDS,
-    PROJECTIONS,
-    Rule,
-    beside,
-    experts,
-    linear,
-    norm,
-)
+from jaxinfra.hf.weights import ATTENDS, PROJECTIONS, Family, Rule, beside, experts, linear, norm
 
 _IGNORED = """
     fused_add_norm pad_vocab_size_multiple time_step_scale time_step_min time_step_max
@@ -233,3 +225,9 @@ JAMBA = dataclasses.replace(
         *experts("feed_forward", *PROJECTIONS, router="router.weight"),
     ),
 )
+
+FAMILIES = {
+    "mamba": Family("MambaForCausalLM", read_mamba, write_mamba, MAMBA),
+    "falcon_mamba": Family("FalconMambaForCausalLM", read_falcon_mamba, write_falcon_mamba, MAMBA),
+    "jamba": Family("JambaForCausalLM", read_jamba, write_jamba, JAMBA),
+}

@@ -29,6 +29,7 @@ from jaxinfra.hf.shared import (
     routes,
     window_keys,
 )
+from jaxinfra.hf.weights import GPT_OSS, MIXTRAL, QWEN_MOE, Family
 
 LOSSES = ("router_aux_loss_coef", "output_router_logits")
 """Keys of auxiliary losses, without effect on what a model computes."""
@@ -329,3 +330,11 @@ def as_wide(experts: ExpertsConfig) -> MlpConfig:
     """A dense layer as wide as one expert."""
     assert experts.kind in ACTIVATION_NAMES or experts.kind is MlpKind.SWIGLU_CLAMPED
     return MlpConfig(hidden_dim=experts.hidden_dim, kind=experts.kind)
+
+
+FAMILIES = {
+    "mixtral": Family("MixtralForCausalLM", read_mixtral, write_mixtral, MIXTRAL),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, QWEN_MOE),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, QWEN_MOE),
+    "gpt_oss": Family("GptOssForCausalLM", read_gpt_oss, write_gpt_oss, GPT_OSS),
+}

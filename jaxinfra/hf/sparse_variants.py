@@ -10,6 +10,7 @@ from jaxinfra.config.model import ExpertsConfig, ModelConfig, NormConfig
 from jaxinfra.config.rope import LongRopeScaling, RopeConfig
 from jaxinfra.config.routing import RoutingConfig, Scoring
 from jaxinfra.errors import ConfigError
+from jaxinfra.hf.glm import SIGMOID_EXPERTS
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.llama_variants import (
     HUNYUAN_ATTENTION,
@@ -45,6 +46,7 @@ from jaxinfra.hf.weights import (
     PRE_NORMS,
     PROJECTIONS,
     QKV,
+    Family,
     experts,
     head_norms,
     rule,
@@ -300,3 +302,13 @@ HUNYUAN_MOE = dataclasses.replace(
 PHIMOE = dataclasses.replace(
     MIXTRAL, outside=(*OUTSIDE, rule("lm_head.bias", "logit_bias", "V -> V"))
 )
+
+FAMILIES = {
+    "dots1": Family("Dots1ForCausalLM", read_dots1, write_dots1, SIGMOID_EXPERTS),
+    "minimax_m2": Family("MiniMaxM2ForCausalLM", read_minimax_m2, write_minimax_m2, MINIMAX_M2),
+    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", read_ernie_moe, write_ernie_moe, ERNIE_MOE),
+    "hunyuan_v1_moe": Family(
+        "HunYuanMoEV1ForCausalLM", read_hunyuan_moe, write_hunyuan_moe, HUNYUAN_MOE
+    ),
+    "phimoe": Family("PhimoeForCausalLM", read_phimoe, write_phimoe, PHIMOE),
+}

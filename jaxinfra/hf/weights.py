@@ -6,7 +6,11 @@ models have need no conditions. Letters of layouts are explained in ``tensor_lay
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.hf.keys import Keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +56,21 @@ class WeightTable:
     # Tables of other files of the same models: of their makers, or of other releases of the
     # reference implementation. They are read; the table itself is what is written.
     others: tuple["WeightTable", ...] = ()
+
+
+class Family(NamedTuple):
+    """One architecture: its name, the reader and writer of its configs, its weights."""
+
+    architecture: str
+    read: Callable[[Keys], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    weights: WeightTable | Callable[[ModelConfig], WeightTable]
+
+    @property
+    def classifier(self) -> str:
+        """Architecture of the same layers with a score of each text."""
+        stem = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        return f"{stem}ForSequenceClassification"
 
 
 def rule(name: str, path: str, layout: str) -> Rule:
