@@ -14,7 +14,7 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.llama import read_llama, read_qwen3
 from jaxinfra.hf.mapping import WeightMap, rules_map
-from jaxinfra.hf.weights import DOWN, GATE_UP, OUT, QK_NORM, QKV, norm, rule
+from jaxinfra.hf.weights import MLP, OUT, QK_NORM, QKV, norm, rule
 from jaxinfra.model.definition import Parameters
 
 IDS = "d2t"
@@ -36,7 +36,7 @@ _OF_LAYER = (
     *norm("input_layernorm", "embedding_norm"),
     *norm("hidden_norm", "hidden_norm"),
     *norm("post_attention_layernorm", "mlp_norm"),
-    *(*QKV, *OUT, *QK_NORM, *GATE_UP, *DOWN),
+    *(*QKV, *OUT, *QK_NORM, *MLP),
 )
 
 
