@@ -137,6 +137,12 @@ def test_poison_ends_its_own_request_only():
     assert [drawn(each)[0] for each in after] == [alone(p) for p in PROMPTS]
     pools = engine.runner._state.pools
     assert all(np.isfinite(np.asarray(x)).all() for pool in pools for x in pool.values())
+    # Keys of tokens before the poison are not finite either, in the second layer: masked values
+    # are multiplied by 0. Requests that begin alike and come before that is read have their own.
+    prefix = tuple(range(20, 27))
+    prompts = [(*prefix, POISON), (*prefix, 2, 3, 40), (*prefix, 9, 6, 5)]
+    got = served(engine, [request(p) for p in prompts], (0, 1, 2))
+    assert [drawn(each)[0] for each in got] == [[], *map(alone, prompts[1:])]
 
 
 def test_ends():

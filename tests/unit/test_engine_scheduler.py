@@ -6,6 +6,8 @@ a function of all tokens before, so that a token out of place changes all that f
 
 import collections
 import dataclasses
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import hypothesis
 import pytest
@@ -33,6 +35,14 @@ def continued(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tokens[len(prompt) :]
 
 
+class Key(NamedTuple):
+    """Key of a token with all that is before it, of a kind."""
+
+    kind: Hashable
+    token: int
+    is_bad: bool  # not finite
+
+
 class Device:
     """Executes plans in order, and checks each."""
 
@@ -42,7 +52,8 @@ class Device:
         self.pages = collections.defaultdict(dict)
         self.host = {}
         self.last = {}
-        self.states = {scheduler.limits.empty_state: ()}  # a state is all tokens before
+        # A state is its kind with all tokens before, and whether it is bad.
+        self.states = {scheduler.limits.empty_state: ((), False)}
 
     def run(self, plan, *, num_referenced):
         for page, slot in plan.saves:
@@ -64,32 +75,36 @@ class Device:
     def row(self, row, num_referenced):
         ids = row.ids or (self.last[row.slot],)
         ids = (*ids[: row.count], *[0] * (row.count - len(ids)))
+        # A masked key counts too: its weight of 0 is multiplied with its value.
+        held = [each for page in row.pages for each in self.pages[page].values()]
+        is_bad = POISON in ids or any(each.is_bad for each in held)
+        if self.scheduler.limits.has_states:
+            before, is_bad_state = self.states[row.state]
+            is_bad |= is_bad_state
         for place, token in enumerate(ids, start=row.start):
             page = row.pages[place // self.size]
             assert page != NULL_PAGE
             assert num_referenced[page] == 1, "a page that others read is not written"
-            # Keys of a kind, and of a token with all that is before it.
-            self.pages[page][place % self.size] = (row.stream.kind, token)
+            # In further layers those before a bad token are bad, too.
+            key = Key(kind=row.stream.kind, token=token, is_bad=is_bad)
+            self.pages[page][place % self.size] = key
         seen = []
         for place in range(row.start + row.count):
-            kind, token = self.pages[row.pages[place // self.size]][place % self.size]
-            assert kind == row.stream.kind, "a page of another kind"
-            seen.append(token)
-        # A masked key counts too: its weight of 0 is multiplied with its value.
-        is_bad = any(t == POISON for page in row.pages for _, t in self.pages[page].values())
+            key = self.pages[row.pages[place // self.size]][place % self.size]
+            assert key.kind == row.stream.kind, "a page of another kind"
+            seen.append(key.token)
         ends = range(row.start + 1, row.start + row.count + 1) if row.num_drafts else [len(seen)]
         tokens = [drawn_after(tuple(seen[:end])) for end in ends]
-        held = 0
-        while held < row.num_drafts and ids[held + 1] == tokens[held]:
-            held += 1
+        num_held = 0
+        while num_held < row.num_drafts and ids[num_held + 1] == tokens[num_held]:
+            num_held += 1
         if self.scheduler.limits.has_states:
-            before = tuple((row.stream.kind, token) for token in seen[: row.start])
-            assert self.states[row.state] == before, "states of other tokens"
-            kept = row.start + (1 + held if row.num_drafts else row.count)
-            self.states[row.slot] = tuple((row.stream.kind, token) for token in seen[:kept])
+            assert (before or (row.stream.kind,)) == (row.stream.kind, *seen[: row.start]), "states of other tokens"
+            kept = row.start + (1 + num_held if row.num_drafts else row.count)
+            self.states[row.slot] = (row.stream.kind, *seen[:kept]), is_bad
         if row.is_sampled:
-            self.last[row.slot] = tokens[held]
-        return tokens, held, is_bad
+            self.last[row.slot] = tokens[num_held]
+        return tokens, num_held, is_bad
 
 
 def check_invariants(scheduler):
@@ -153,15 +168,12 @@ def run(scheduler, arrivals, *, cancels=(), delay=1):
             unread.append(device.run(plan, num_referenced={page: users[page] for page in written}))
         while unread and (len(unread) > delay or plan.is_empty):
             for row, (tokens, held, is_bad) in unread.popleft():
-                if not row.is_sampled:
-                    continue
                 number = row.stream.number
                 if is_bad and number in alive:
-                    row.stream.pending -= 1
-                    scheduler.end(alive.pop(number), poisoned=True)
+                    scheduler.end(alive.pop(number))
                     results[number] = "poisoned"
                     continue
-                taken = scheduler.take(row, tokens, held)
+                taken = scheduler.take(row, tokens if row.is_sampled else (), held)
                 stream = row.stream
                 if taken and len(stream.tokens) >= stream.limit:
                     results[number] = tuple(stream.tokens[len(stream.request.prompt_ids) :])
@@ -278,6 +290,17 @@ def test_poison_stays_with_its_request(
     assert scheduler.allocator.num_in_use == 0
 
 
+@pytest.mark.parametrize("num_snapshots", [0, 3])
+@pytest.mark.parametrize("step", range(4))
+def test_who_begins_like_a_poisoned_request_reads_none_of_its_pages(num_snapshots, step):
+    states = {"has_states": num_snapshots > 0, "num_snapshots": num_snapshots}
+    limits = dataclasses.replace(LIMITS, num_pages=30, chunk_sizes=(4, 8, 16), **states)
+    prompt = tuple(n % 4 for n in range(11))
+    others = [(step, request(*prompt)), (step, request(*prompt, 3, 3))]
+    results = run(Scheduler(limits), [(0, request(*prompt, POISON)), *others])
+    assert results == {0: "poisoned", 1: continued(prompt, 4), 2: continued((*prompt, 3, 3), 4)}
+
+
 def test_a_page_of_one_that_was_cancelled_before_its_poison_was_read_is_zero():
     poisoned, innocent = request(0, 2, 3, 0, 1, 1, POISON), request(1, 1, new=6)
     results = run(Scheduler(LIMITS), [(0, poisoned), (1, innocent)], cancels=[1])
@@ -323,13 +346,16 @@ def test_equal_prompts_are_computed_once():
 
 def test_requests_of_one_step_that_begin_alike_wait_for_the_first():
     scheduler = Scheduler(dataclasses.replace(LIMITS, num_pages=30))
-    prompt = tuple(n % 4 for n in range(14))
-    for number in range(3):
-        scheduler.add(
-            RequestStream(number=number, request=request(*prompt), tokens=[*prompt], limit=0)
-        )
-    computed = sum(scheduler.plan().num_tokens for _ in range(4))
-    assert computed < 3 * 14
+    prompt, counts, plan = tuple(n % 4 for n in range(14)), [], scheduler.plan
+
+    def noted():
+        counts.append(planned := plan())
+        return planned
+
+    scheduler.plan = noted
+    run(scheduler, [(0, request(*prompt))] * 3)
+    # Prompts after three pages of them, and the tokens that are drawn but for the last.
+    assert sum(each.num_tokens for each in counts) == 14 + 2 + 2 + 3 * 3
 
 
 def test_the_oldest_is_never_preempted():

@@ -453,17 +453,14 @@ class Engine:
         stream = drawn.row.stream
         told = self._requests.get(stream.number)
         if drawn.is_bad and told is not None:
-            stream.pending -= drawn.row.is_sampled
-            return self._end(told, EndReason.ERROR, error=NOT_FINITE, poisoned=True)
+            return self._end(told, EndReason.ERROR, error=NOT_FINITE)
         if told is not None and drawn.prompt_scores:
             wanted = len(stream.request.prompt_ids) - 1 - len(told.prompt_scores)
             known = len(told.prompt_scores) - drawn.row.start  # some, if it was begun again
             if known >= 0:
                 told.prompt_scores += drawn.prompt_scores[known : known + wanted]
-        if not drawn.row.is_sampled:
-            return None
         taken = self.scheduler.take(drawn.row, drawn.tokens, drawn.num_accepted)
-        if told is None:
+        if told is None or not drawn.row.is_sampled:
             return None
         self.counts.drafted_tokens += drawn.row.num_drafts
         self.counts.accepted_tokens += drawn.num_accepted
@@ -508,12 +505,11 @@ class Engine:
         tokens: tuple[int, ...] = (),
         text: str = "",
         error: str | None = None,
-        poisoned: bool = False,
     ) -> RequestProgress:
         stream = told.stream
         del self._requests[stream.number]
         self._unadmitted.discard(stream.number)
-        self.scheduler.end(stream, poisoned=poisoned)
+        self.scheduler.end(stream)
         self.counts.ended[end] += 1
         end, rest = last_text(told.text, end)
         return RequestProgress(

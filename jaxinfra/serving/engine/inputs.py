@@ -58,6 +58,13 @@ class RowInputs:
         return self.numbers_BC[:, -self.length :]
 
     @property
+    def positions_BT(self) -> Int[Array, "B T"]:
+        """The position of each token, int32; below 0 for padding."""
+        offsets_1T = jnp.arange(self.length)[None]
+        positions_BT = self.field("start")[:, None] + offsets_1T
+        return jnp.where(offsets_1T < self.field("count")[:, None], positions_BT, -1)
+
+    @property
     def tables_BM(self) -> Int[Array, "B M"] | np.ndarray:
         """The page table, int32: the page numbers of each row, filled up with 0."""
         return self.numbers_BC[:, len(FIELDS) : -self.length]

@@ -19,7 +19,7 @@ class PageAllocator:
     A page is free, held by sequences, cached by the prefix tree, or both of the latter. A page that
     only the tree holds is idle: it can be evicted at once.
 
-    Values that a step writes may turn out not to be finite when its samples are read. Until then
+    Values that a step writes may turn out not to be finite when its results are read. Until then
     the page is suspect. If a suspect page is freed, it is filled with zeros before its next holder
     reads it, since attention multiplies even masked values, by a weight of 0.
 
@@ -114,10 +114,6 @@ class PageAllocator:
         """Marks pages as no longer suspect: all their numbers are finite."""
         self._suspect.difference_update(pages)
 
-    def is_suspect(self, page: int) -> bool:
-        """Whether a page may hold numbers that are not finite."""
-        return page in self._suspect
-
     def unclean(self) -> list[int]:
         """Returns freed suspect pages, to fill with zeros before the next step, and forgets them.
         Some may be allocated again already.
@@ -210,10 +206,7 @@ class PrefixTree:
         if node is None:
             node = self._roots[kind] = _Node(block=(), page=-1, parent=None)
         if start:
-            found = self._nodes.get(pages[start - 1])
-            if found is None:
-                return  # forgotten meanwhile
-            node = found
+            node = self._nodes[pages[start - 1]]
         for place in range(start, len(tokens) // self._size):
             block = tuple(tokens[place * self._size : (place + 1) * self._size])
             following = node.children.get(block)
@@ -230,43 +223,20 @@ class PrefixTree:
 
     def evict(self) -> None:
         """Removes the page from the tree that has been idle for the longest time."""
-        node = self._nodes[self._allocator.least_recently_used()]
-        assert not node.children
-        self._remove(node)
-
-    def forget(self, tokens: Sequence[int], *, kind: Hashable) -> None:
-        """Removes all cached sequences that share this one's first page of tokens, as their pages
-        may hold numbers that are not finite.
-        """
-        root = self._roots.get(kind)
-        first = None if root is None else root.children.get(tuple(tokens[: self._size]))
-        if first is None:
-            return
-        order, found = [first], []
-        while order:
-            node = order.pop()
-            found.append(node)
-            order.extend(node.children.values())
-        self._allocator.suspect(node.page for node in found)
-        for node in reversed(found):
-            self._remove(node)
-
-    def _remove(self, node: _Node) -> None:
+        node = self._nodes.pop(self._allocator.least_recently_used())
         assert node.parent is not None
-        del node.parent.children[node.block], self._nodes[node.page]
+        assert not node.children
+        del node.parent.children[node.block]
         self._removed(node.page)
         self._allocator.uncache(node.page)
+
 
     def _nearest(self, node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
         """Returns the child whose block shares most leading tokens with ``rest``, and how many;
         None at 0.
-
-        What comes after these tokens is copied with them, so it must be finite.
         """
         best, most = None, 0
         for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):
-            if self._allocator.is_suspect(child.page):
-                continue
             common = 0
             for one, other in zip(block, rest, strict=False):
                 if one != other:

@@ -155,7 +155,7 @@ class RowSample(NamedTuple):
 def samples_of_rows(
     rows: Sequence[PlannedRow], drawn: np.ndarray, scores: Sequence[LogProbabilities]
 ) -> list[RowSample]:
-    """Returns sampled tokens and scores for each row of a call that samples or is scored.
+    """Returns sampled tokens and scores for each row of a call.
 
     Args:
         drawn: int32: one sampled token per row [B]; or, with drafts, [B, 1 + T]: the number of
@@ -166,11 +166,12 @@ def samples_of_rows(
     values = drawn.tolist()
     if drawn.ndim == 1 and not scores:
         told = zip(rows, values, strict=False)
-        return [RowSample(row, (token,), 0, token < 0) for row, token in told if row.is_sampled]
+        return [
+            RowSample(row, (token,) if row.is_sampled else (), 0, token < 0) for row, token in told
+        ]
     return [
         _of_row(row, place, value if drawn.ndim > 1 else [0, value], scores)
         for place, (row, value) in enumerate(zip(rows, values, strict=False))
-        if row.is_sampled or row.targets
     ]
 
 

@@ -167,7 +167,7 @@ def step(
     is_greedy: bool = False,
 ) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None], DeviceState]:
     """Runs the model on the rows' new tokens; returns a sampled token per row, and the new state.
-    A token is -1 if its row's logits are not finite, and undefined if the row does not sample.
+    A token is -1 if its row's numbers are not finite, else undefined if the row does not sample.
 
     Args:
         is_fresh: every row starts at position 0, so its tokens attend only to each other.
@@ -216,7 +216,7 @@ def _taken_in(
 ) -> tuple[LayerOutput, DeviceState]:
     """Computes hidden states of the rows' tokens, and the state with their keys and values."""
     ids_BT = _known_ids(state, rows)
-    positions_BT = _positions(rows, ids_BT.shape[1])
+    positions_BT = rows.positions_BT
     model = _model(weights, rows, config)
     cache = _cache(_part(model), state.pools, rows, states=state.states, is_fresh=is_fresh)
     out = _run(model, cache, ids_BT, positions_BT, rows)
@@ -257,7 +257,12 @@ def _drawn(
         allowed_BW=allowed_BW,
         total_B1=None if total_B11 is None else total_B11[:, 0],
     )
-    tokens_B = jnp.where(drawn.is_finite_B, drawn.ids_B, NO_TOKEN)
+    is_finite_B = drawn.is_finite_B
+    if rows.length > 1:
+        # A layer with a window may hide from the last token what is wrong with another.
+        is_there_BT1 = (rows.positions_BT >= 0)[:, :, None]
+        is_finite_B &= jnp.all(jnp.isfinite(x_BTD) | ~is_there_BT1, axis=(1, 2))
+    tokens_B = jnp.where(is_finite_B, drawn.ids_B, NO_TOKEN)
     slots_B = jnp.where(rows.field("is_sampled") != 0, rows.field("slot"), state.last_S.shape[0])
     last_S = state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop")
     return (tokens_B, drawn.logprobs), dataclasses.replace(state, last_S=last_S)
@@ -301,7 +306,7 @@ def verify(
     elif config.drafts_itself:
         draw = functools.partial(_draft_of, model, rows, needs, config)
         ids_BT, state = _drafted_itself(model, state, ids_BT[:, 0], rows, length, draw)
-    positions_BT = _positions(rows, length)
+    positions_BT = rows.positions_BT
     cache = _cache(_part(model), state.pools, rows, states=state.states, is_tentative=True)
     out = _run(model, cache, ids_BT, positions_BT, rows)
     logits_BTV, _ = _logits(model, out.x, config)
@@ -355,13 +360,6 @@ def _model(weights: Weights, rows: RowInputs, config: ProgramConfig) -> Decoder:
 def _known_ids(state: DeviceState, rows: RowInputs) -> jax.Array:
     slots_B = jnp.minimum(rows.field("slot"), state.last_S.shape[0] - 1)
     return jnp.where(rows.ids_BT < 0, state.last_S[slots_B][:, None], rows.ids_BT)
-
-
-def _positions(rows: RowInputs, length: int, most_B: jax.Array | None = None) -> jax.Array:
-    offsets_1T, count_B = jnp.arange(length)[None], rows.field("count")
-    count_B = count_B if most_B is None else jnp.minimum(count_B, most_B)
-    positions_BT = rows.field("start")[:, None] + offsets_1T
-    return jnp.where(offsets_1T < count_B[:, None], positions_BT, -1)
 
 
 type _Part = tuple[ModelConfig, Execution]
@@ -535,7 +533,8 @@ def _predicted(
     assert state.hidden_SD is not None, "drafts_itself"
     assert model.mtp is not None, "drafts_itself"
     x_BTD = model.mtp.begun(out)
-    positions_BT = _positions(rows, x_BTD.shape[1], num_B)
+    is_kept_BT = jnp.arange(rows.length)[None] < num_B[:, None]
+    positions_BT = jnp.where(is_kept_BT, rows.positions_BT, -1)
     pools, given = state.draft_pools, (x_BTD, next_BT, positions_BT)
     x_BTD, pools = _ahead(model, pools, rows, *given, is_fresh=is_fresh)
     last_B11 = jnp.maximum(num_B - 1, 0)[:, None, None]

@@ -135,6 +135,7 @@ class RequestStream:
     kind: Hashable = None  # streams of different kinds share no pages
     pages: list[int] = dataclasses.field(default_factory=list)
     num_registered: int = 0  # pages at the front that are in the prefix tree
+    unread: int = 0  # rows of dispatched steps whose results are not read yet
     num_finite: int = 0  # first pages whose keys and values are known to be finite
     computed: int = 0  # tokens whose keys and values steps have been dispatched for
     pending: int = 0  # tokens sampled by steps whose results are not read yet

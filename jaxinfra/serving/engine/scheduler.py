@@ -91,11 +91,10 @@ class Scheduler:
         for row in plan.rows:
             stream, count = row.stream, row.count
             stream.computed += count
+            stream.unread += 1
             stream.pending += row.is_sampled
             written += self._pages(stream, row.start, row.start + count)
         self.allocator.suspect(written)
-        for row in plan.chunks:
-            self._register(row.stream)
         return plan
 
     def _is_ready(self, stream: RequestStream, copies: list[tuple[int, int]]) -> bool:
@@ -103,7 +102,7 @@ class Scheduler:
         if stream.total >= stream.limit:
             return False  # it draws its last token already
         if self.limits.long_context is not None and (kind := self._kind(stream)) != stream.kind:
-            if stream.pending:
+            if stream.unread:
                 return False
             # Its keys are others now: all are computed again.
             self._give_up_pages(stream)
@@ -187,6 +186,8 @@ class Scheduler:
         is_shared = self.limits.share_prefixes and not stream.request.scores_prompt
         if not is_shared or at % self.limits.page_size:
             return
+        if old is not None and old.is_used and old.page is None:
+            return  # its pages are not in the tree yet
         if (
             old is not None
             and not old.is_used
@@ -204,8 +205,7 @@ class Scheduler:
         if new is None or new.page is not None or new.num_tokens > stream.num_registered * size:
             return
         page = stream.pages[new.num_tokens // size - 1]
-        if page in self.tree:  # not forgotten meanwhile
-            stream.snapshot = self.snapshots.attach(new, page)
+        stream.snapshot = self.snapshots.attach(new, page)
 
     def _removed(self, page: int) -> None:
         """Forgets what is kept of a page that leaves the prefix tree."""
@@ -270,8 +270,8 @@ class Scheduler:
         if not self.waiting or not self._slots:
             return None
         stream = self.waiting[0]
-        if stream.pending:
-            return None  # it gave up its pages, and its last token is not read yet
+        if stream.unread:
+            return None  # it gave up its pages, and its last rows are not read yet
         stream.kind = self._kind(stream)
         if not self._begin(stream, copies):
             return None
@@ -353,11 +353,17 @@ class Scheduler:
         """
         size = self.limits.page_size
         for other in self.running:
-            if other is stream or other.kind != stream.kind or other.total - other.computed < 2:
+            new, is_prompt = other.snapshot, other.total - other.computed > 1
+            is_new = new is not None and new.page is None  # its pages are not in the tree yet
+            if other is stream or other.kind != stream.kind or not (is_prompt or is_new):
                 continue
             common = self._num_common(stream, other) // size * size
-            if common > cached and other.computed <= common and not other.request.scores_prompt:
+            if common <= cached or other.request.scores_prompt:
+                continue
+            if is_prompt and other.computed <= common:
                 other.wanted.add(common)
+                return True
+            if is_new and cached < new.num_tokens <= common:
                 return True
         return False
 
@@ -371,7 +377,7 @@ class Scheduler:
         return known
 
     def _is_computed_elsewhere(self, stream: RequestStream, cached: int) -> bool:
-        """Whether a running request's prompt begins as this one, further than pages know it."""
+        """Whether a running request begins as this one, further than pages in the tree know it."""
         if not self.limits.share_prefixes or stream.request.scores_prompt:
             return False
         if self.limits.has_states:
@@ -384,7 +390,6 @@ class Scheduler:
         return any(
             other is not stream
             and other.kind == stream.kind
-            and other.total - other.computed > 1
             and other.num_registered * size <= whole
             and other.tokens[: whole + size] == ahead
             for other in self.running
@@ -415,7 +420,6 @@ class Scheduler:
     def _preempt(self, stream: RequestStream) -> None:
         """Takes a running request's pages, and puts it back among the waiting ones."""
         self.num_preemptions += 1
-        self._register(stream)
         copies = self.host.save(stream, tree=self.tree, needs_all=self.limits.has_states)
         if self.limits.has_states and stream.saved is not None:
             assert stream.slot is not None
@@ -436,7 +440,6 @@ class Scheduler:
         stream.slot = None
 
     def _give_up_pages(self, stream: RequestStream) -> None:
-        self._register(stream)
         self._leave_states(stream)
         self.allocator.release_all(stream.pages)
         stream.pages = []
@@ -453,69 +456,64 @@ class Scheduler:
         stream.snapshot = stream.begins_from = None
         stream.wanted, stream.common = set(), {}
 
-    def _register(self, stream: RequestStream) -> None:
-        """Puts a request's full pages into the prefix tree."""
+    def _register(self, stream: RequestStream, num_tokens: int) -> None:
+        """Puts the full pages of a request's first tokens into the prefix tree.
+
+        Their keys and values are known to be finite: those of one that has others may be not, even
+        in the pages before, as masked values are multiplied by 0. Nobody else may read them.
+        """
         size = self.limits.page_size
-        known = min(stream.computed, len(stream.tokens))
-        if self.limits.share_prefixes and known // size > stream.num_registered:
-            self.tree.insert(
-                stream.tokens[:known], stream.pages, kind=stream.kind, start=stream.num_registered
-            )
-            stream.num_registered = known // size
+        if self.limits.share_prefixes and num_tokens // size > stream.num_registered:
+            tokens, start = stream.tokens[:num_tokens], stream.num_registered
+            self.tree.insert(tokens, stream.pages, kind=stream.kind, start=start)
+            stream.num_registered = num_tokens // size
         self._attach(stream)
 
-    def end(self, stream: RequestStream, *, poisoned: bool = False) -> None:
-        """Removes a request, whether it waits or runs, and frees its pages.
-
-        Args:
-            poisoned: its keys and values are not finite; no other request may read its pages.
-        """
+    def end(self, stream: RequestStream) -> None:
+        """Removes a request, whether it waits or runs, and frees its pages."""
         stream.is_over = True
         if stream.slot is None:
             self.waiting.remove(stream)
             self._drop_saved_state(stream)
             self.host.drop(stream)
             return
-        if poisoned:
-            self.tree.forget(stream.tokens, kind=stream.kind)
-            self._leave_states(stream)
-            self.allocator.suspect(stream.pages)
-            self.allocator.release_all(stream.pages)
-            stream.pages = []
-        else:
-            self._give_up_pages(stream)
+        self._give_up_pages(stream)
         self._leave(stream)
 
     def take(
         self, row: PlannedRow, tokens: Sequence[int], num_accepted: int = 0
     ) -> tuple[int, ...]:
-        """Adds a step's sampled tokens to a row's request, and returns the tokens that were added.
+        """Takes a row's results, which are finite: adds sampled tokens to its request, and returns
+        the tokens that were added. Others may read its full pages from now on.
 
         Args:
-            tokens: sampled after the row's first token and after each draft.
+            tokens: sampled after the row's first token and after each draft; empty if the row does
+                not sample.
             num_accepted: number of leading drafts that equal the samples.
         """
         stream = row.stream
-        stream.pending -= 1
+        stream.unread -= 1
+        stream.pending -= row.is_sampled
         if stream.is_over:
             return ()
-        num_known = row.start + 1 + num_accepted
+        taken = tuple(tokens)[: 1 + num_accepted]
+        stream.tokens += taken
+        num_known = row.start + (1 + num_accepted if row.num_drafts else row.count)
         if stream.slot is not None:
             self._trust(stream, row.start + row.count)
+            self._register(stream, num_known)
             if row.num_drafts:
                 stream.computed = num_known  # what follows is overwritten
         elif row.num_drafts and stream.saved is not None and stream.saved.state is not None:
             stream.saved = dataclasses.replace(stream.saved, num_tokens=num_known)
-        taken = tuple(tokens)[: 1 + num_accepted]
-        stream.tokens += taken
         return taken
 
     def _trust(self, stream: RequestStream, num_tokens: int) -> None:
-        """Marks pages as finite, up to the given number of tokens, after a sample was finite. The
+        """Marks pages as finite, up to the given number of tokens, after a row's results were. The
         last page may have more tokens by now.
         """
         size = self.limits.page_size
-        num_pages = num_tokens // size if stream.pending else -(-num_tokens // size)
+        num_pages = num_tokens // size if stream.unread else -(-num_tokens // size)
         if num_pages > stream.num_finite:
             self.allocator.trust(stream.pages[stream.num_finite : num_pages])
         stream.num_finite = num_tokens // size
