@@ -99,7 +99,9 @@ class Device:
         while num_held < row.num_drafts and ids[num_held + 1] == tokens[num_held]:
             num_held += 1
         if self.scheduler.limits.has_states:
-            assert (before or (row.stream.kind,)) == (row.stream.kind, *seen[: row.start]), "states of other tokens"
+            assert (before or (row.stream.kind,)) == (row.stream.kind, *seen[: row.start]), (
+                "states of other tokens"
+            )
             kept = row.start + (1 + num_held if row.num_drafts else row.count)
             self.states[row.slot] = (row.stream.kind, *seen[:kept]), is_bad
         if row.is_sampled:

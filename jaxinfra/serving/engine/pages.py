@@ -230,7 +230,6 @@ class PrefixTree:
         self._removed(node.page)
         self._allocator.uncache(node.page)
 
-
     def _nearest(self, node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
         """Returns the child whose block shares most leading tokens with ``rest``, and how many;
         None at 0.

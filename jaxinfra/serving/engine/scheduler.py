@@ -354,8 +354,9 @@ class Scheduler:
         size = self.limits.page_size
         for other in self.running:
             new, is_prompt = other.snapshot, other.total - other.computed > 1
-            is_new = new is not None and new.page is None  # its pages are not in the tree yet
-            if other is stream or other.kind != stream.kind or not (is_prompt or is_new):
+            # Pages of its newest snapshot are not in the tree yet.
+            ahead = new.num_tokens if new is not None and new.page is None else 0
+            if other is stream or other.kind != stream.kind or not (is_prompt or ahead):
                 continue
             common = self._num_common(stream, other) // size * size
             if common <= cached or other.request.scores_prompt:
@@ -363,7 +364,7 @@ class Scheduler:
             if is_prompt and other.computed <= common:
                 other.wanted.add(common)
                 return True
-            if is_new and cached < new.num_tokens <= common:
+            if cached < ahead <= common:
                 return True
         return False
 
@@ -459,8 +460,9 @@ class Scheduler:
     def _register(self, stream: RequestStream, num_tokens: int) -> None:
         """Puts the full pages of a request's first tokens into the prefix tree.
 
-        Their keys and values are known to be finite: those of one that has others may be not, even
-        in the pages before, as masked values are multiplied by 0. Nobody else may read them.
+        Their keys and values are known to be finite. Until then no other request may read them:
+        one number that is not spoils those of tokens before it, too, in the layers behind, as
+        masked values are multiplied by 0.
         """
         size = self.limits.page_size
         if self.limits.share_prefixes and num_tokens // size > stream.num_registered:
