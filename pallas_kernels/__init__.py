@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .collective_matmul import all_gather_matmul as all_gather_matmul
-    from .collective_matmul import gathered_product as gathered_product
     from .collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
     from .common.errors import InputError as InputError
     from .common.errors import UnsupportedError as UnsupportedError
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "collective_matmul": ("all_gather_matmul", "gathered_product", "matmul_reduce_scatter"),
+    "collective_matmul": ("all_gather_matmul", "matmul_reduce_scatter"),
     "common.errors": ("InputError", "UnsupportedError"),
     "common.merge": ("merge_partials",),
     "decode_layer": ("decode_layers",),

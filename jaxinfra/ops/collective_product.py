@@ -9,7 +9,11 @@ import jax
 
 import pallas_kernels
 from jaxinfra.ops.quantized import contracted_dims
-from pallas_kernels.collective_matmul import CollectiveImplementation, is_measured
+from pallas_kernels.collective_matmul import (
+    CollectiveImplementation,
+    gathered_product,
+    is_measured,
+)
 
 __all__ = ["CollectiveImplementation", "gathered_products", "is_measured", "scattered_product"]
 
@@ -31,7 +35,7 @@ def gathered_products(
         backward: multiplies by the transposed weights of ``scattered_product``'s specs.
     """
     matrices = tuple(map(_matrix, specs, weights))
-    products, rows = pallas_kernels.gathered_product(
+    products, rows = gathered_product(
         x_BTD, matrices, axis=axis, transposed=backward, implementation=implementation
     )
     ranks = (contracted_dims(spec) or 0 for spec in specs)

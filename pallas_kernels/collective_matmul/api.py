@@ -60,9 +60,7 @@ def all_gather_matmul(
         (1, 4, 2)
     """
     weights = tuple(weights)
-    _check([(x, w) for w in weights], transposed)
-    call = dispatch.gathering(x, weights, axis=axis, transposed=transposed)
-    chosen = _choose("all_gather_matmul", implementation, call)
+    chosen = _gathers_by(implementation, x, weights, axis=axis, transposed=transposed)
     x, weights = vary_alike((x, weights))
     return _gather(chosen, axis, transposed, x, weights)
 
@@ -123,37 +121,23 @@ def gathered_product(
     transposed: bool = False,
     implementation: CollectiveImplementation = "auto",
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Returns ``all_gather_matmul`` and the gathered x, without a gradient rule.
+    """Returns ``all_gather_matmul`` and the gathered x [B, D M, K], without a gradient rule.
 
-    It is for callers that have a gradient rule of their own.
-
-    Args:
-        x: [B, M, K], as in ``all_gather_matmul``.
-        weights: [K, N] each, or [N, K] if ``transposed``, in x's dtype.
-        axis: mesh axis whose devices have the other positions.
-        implementation: as in ``all_gather_matmul``.
-
-    Returns:
-        ([B, D M, N] of each weight, the gathered x [B, D M, K]), in x's dtype.
-
-    Raises:
-        InputError: shapes or dtypes that disagree.
-        UnsupportedError: "hopper" is named and cannot compute the call.
-
-    Example, on a mesh of one device:
-        >>> mesh = jax.make_mesh((1,), ("tensor",))
-        >>> x, w = jnp.ones((1, 4, 8)), jnp.ones((8, 2))
-        >>> def on_device(x, w):
-        ...     return pallas_kernels.gathered_product(x, (w,), axis="tensor")[0][0]
-        >>> specs = dict(in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-        >>> jax.shard_map(on_device, mesh=mesh, **specs)(x, w).shape
-        (1, 4, 2)
+    It is for callers that have a gradient rule of their own. Arguments and errors are those of
+    ``all_gather_matmul``, but weights have x's dtype.
     """
     weights = tuple(weights)
+    chosen = _gathers_by(implementation, x, weights, axis=axis, transposed=transposed)
+    return _MODULES[chosen].all_gather_product(x, weights, axis=axis, transposed=transposed)
+
+
+def _gathers_by(
+    implementation: str, x: jax.Array, weights: Any, *, axis: str, transposed: bool
+) -> str:
+    """The implementation of a call that is valid."""
     _check([(x, w) for w in weights], transposed)
     call = dispatch.gathering(x, weights, axis=axis, transposed=transposed)
-    chosen = _choose("all_gather_matmul", implementation, call)
-    return _MODULES[chosen].all_gather_product(x, weights, axis=axis, transposed=transposed)
+    return _choose("all_gather_matmul", implementation, call)
 
 
 def _choose(op: str, implementation: str, call: dispatch.CollectiveCall) -> str:

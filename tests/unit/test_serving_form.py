@@ -76,7 +76,8 @@ def test_what_was_packed_is_freed(forms):
 
 
 def test_weights_in_fp32_are_rounded_once():
-    """As each product rounds them: a run that trained in bf16 serves with the bits of training."""
+    """Serving a run that trained in bf16 gives the logits of training, to the last bit: weights are
+    rounded to bf16 when they are read, as training rounds them at each product."""
     dense = _PATTERN.blocks[1]
     routed = dataclasses.replace(
         dense, feed_forward=ExpertsConfig(hidden_dim=8, num_experts=4, top_k=2)
