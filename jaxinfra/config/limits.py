@@ -1,6 +1,7 @@
 """Upper limits of sizes: a larger number is taken for a typing error and refused."""
 
 import os
+from typing import Any
 
 from jaxinfra.errors import ConfigError
 
@@ -49,6 +50,13 @@ def require_within(*, remedy: str = "make it smaller", **sizes: int) -> None:
                 f"{name}={size:,} is above the limit of {LIMITS[name]:,}, where a slip is likelier "
                 f"than a wish; {remedy}, or set {VARIABLE}=off in the environment"
             )
+
+
+def require_positive(config: Any, *names: str) -> None:
+    """Raises ConfigError for the first of a config's fields that is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name}={getattr(config, name)} must be at least 1")
 
 
 def check_cap(cap: float | None) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 from jaxinfra import axes
 from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.kinds import Branches, Head, MlpKind, NormPlacement, QkNormOver
-from jaxinfra.config.limits import check_cap, check_window, require_within
+from jaxinfra.config.limits import check_cap, check_window, require_positive, require_within
 from jaxinfra.config.norm import NormConfig as NormConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.record import record
@@ -155,9 +155,7 @@ class LatentAttentionConfig:
     scale: float | None = None  # multiplies scores; None: (nope_dim + rope_dim)^-0.5
 
     def __post_init__(self) -> None:
-        for name in ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_positive(self, "num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
         require_within(num_q_heads=self.num_q_heads, kv_rank=self.kv_rank, head_dim=self.head_dim)
         if self.query_rank is not None and self.query_rank < 1:
             raise ConfigError(f"query_rank={self.query_rank} must be at least 1, or none")
@@ -504,9 +502,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.stacks:
             raise ConfigError("a model needs at least one stack of layers")
-        for name in ("vocab_size", "model_dim", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_positive(self, "vocab_size", "model_dim", "max_positions")
         require_within(
             vocab_size=self.vocab_size,
             model_dim=self.model_dim,

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from jaxinfra import axes
 from jaxinfra.config.cache import CacheSpec, StateArray
-from jaxinfra.config.limits import require_within
+from jaxinfra.config.limits import require_positive, require_within
 from jaxinfra.config.record import record
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
@@ -141,9 +141,7 @@ class MatrixStateConfig(RecurrentConfig):
         return CacheSpec(arrays=(), state=(matrix, *tails))
 
     def __post_init__(self) -> None:
-        for name in ("num_key_heads", "key_dim", "value_dim", "conv_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_positive(self, "num_key_heads", "key_dim", "value_dim", "conv_width")
         if self.num_value_heads < 1 or self.num_value_heads % self.num_key_heads:
             raise ConfigError(
                 f"num_value_heads={self.num_value_heads} is not a multiple of num_key_heads="
@@ -243,9 +241,7 @@ class SelectiveScanConfig(RecurrentConfig):
     norm_scale: bool = True  # these norms have learned scales; Falcon-Mamba's have none
 
     def __post_init__(self) -> None:
-        for name in ("num_channels", "state_dim", "rank", "conv_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_positive(self, "num_channels", "state_dim", "rank", "conv_width")
         require_within(hidden_dim=self.num_channels, head_dim=self.state_dim)
 
     @property
@@ -302,9 +298,7 @@ class ShortConvolutionConfig(RecurrentConfig):
     bias: bool = False  # biases of the projections and of the convolution
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim", "conv_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_positive(self, "num_heads", "head_dim", "conv_width")
         require_within(num_q_heads=self.num_heads, head_dim=self.head_dim)
 
     @property

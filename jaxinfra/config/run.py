@@ -5,7 +5,7 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
-from jaxinfra.config.limits import require_within
+from jaxinfra.config.limits import require_positive, require_within
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
     ModelConfig,
@@ -163,16 +163,8 @@ class TrainingConfig:
     max_bad_steps: int = 20  # non-finite steps in a row before the run stops
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "sequence_length",
-            "accumulation",
-            "unroll",
-            "log_every",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        counts = ("steps", "batch_size", "sequence_length", "accumulation", "unroll", "log_every")
+        require_positive(self, *counts)
         require_within(
             steps=self.steps,
             batch_size=self.batch_size,

@@ -14,7 +14,7 @@ from jaxinfra.hf.shared import (
     dense_block,
     layer_types,
     renamed,
-    window_keys,
+    type_keys,
 )
 from jaxinfra.hf.weights import LLAMA, MLP, OUT, QKV, Family, norm
 
@@ -79,11 +79,7 @@ def write_cohere(config: ModelConfig) -> dict[str, Any]:
 
 def write_cohere2(config: ModelConfig) -> dict[str, Any]:
     """Writes Command R7B and A; inverse of ``read_cohere2``."""
-    windows = window_keys(config)
-    return _keys(config) | {
-        "sliding_window": windows["sliding_window"] or config.max_positions,
-        "layer_types": windows["layer_types"],
-    }
+    return _keys(config) | type_keys(config)
 
 
 def _keys(config: ModelConfig) -> dict[str, Any]:

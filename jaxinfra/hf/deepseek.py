@@ -20,8 +20,8 @@ from jaxinfra.config.routing import GroupScore, RoutingConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import yarn_temperature
-from jaxinfra.hf.shared import decoder_config, decoder_keys, mlp_kind, routed, routes
-from jaxinfra.hf.sparse import read_sigmoid_routing
+from jaxinfra.hf.shared import decoder_config, decoder_keys
+from jaxinfra.hf.sparse import expert_keys, read_experts_after_dense, read_sigmoid_routing
 from jaxinfra.hf.weights import DEEPSEEK, Family
 
 _IGNORED = (
@@ -97,17 +97,9 @@ def _read(
         )
 
     dense = decoder_config(keys, mixer=latent, model={"mtp": predicts})
-    expert_dim = keys.integer("moe_intermediate_size")
-    experts = ExpertsConfig(
-        num_experts=keys.named("n_routed_experts", "num_local_experts", "num_experts"),
-        top_k=keys.integer("num_experts_per_tok"),
-        hidden_dim=expert_dim,
-        kind=mlp_kind(dense),
-        routing=routing,
-        shared_hidden_dim=expert_dim * keys.integer("n_shared_experts", 0),
+    return read_experts_after_dense(
+        keys, dense, routing, dense_by_default=dense_by_default, shared_by_default=0
     )
-    first = keys.integer("first_k_dense_replace", dense_by_default)
-    return routed(dense, [experts if i >= first else None for i in range(dense.num_layers)])
 
 
 def _scale(rope: RopeConfig, head_dim: int, all_dim: float | None) -> float | None:
@@ -164,14 +156,7 @@ def _keys(config: ModelConfig) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rope_dim,
         "v_head_dim": latent.value_dim,
         "attention_bias": latent.bias,
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.hidden_dim,
-        "n_shared_experts": experts.shared_hidden_dim // experts.hidden_dim,
-        "routed_scaling_factor": experts.routing.scale,
-        "n_group": experts.routing.num_groups,
-        "topk_group": experts.routing.top_groups,
-        "first_k_dense_replace": routes(config).count(False),
+        **expert_keys(config, experts),
         "num_nextn_predict_layers": int(config.mtp),
     }
 

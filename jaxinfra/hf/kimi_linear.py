@@ -18,7 +18,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.shared import FULL, LINEAR, in_runs, routes, state_types
+from jaxinfra.hf.shared import FULL, LINEAR, model_keys, model_of, routes, state_types
 from jaxinfra.hf.sparse import read_sigmoid_routing
 from jaxinfra.hf.weights import (
     LATENT,
@@ -65,15 +65,7 @@ def read_kimi_linear(keys: Keys) -> ModelConfig:
         BlockConfig(mixer=mixers[each], feed_forward=feed, norm=stream)
         for each, feed in zip(types, feeds, strict=True)
     ]
-    return ModelConfig(
-        vocab_size=keys.integer("vocab_size"),
-        model_dim=keys.integer("hidden_size"),
-        max_positions=keys.integer("max_position_embeddings"),
-        stacks=in_runs(blocks),
-        tie_embeddings=keys.flag("tie_word_embeddings", False),
-        final_norm=stream,
-        init_std=keys.number("initializer_range", 0.02),
-    )
+    return model_of(keys, blocks)
 
 
 def _types(keys: Keys, linear: Mapping[str, Any]) -> tuple[str, ...]:
@@ -160,11 +152,9 @@ def write_kimi_linear(config: ModelConfig) -> dict[str, Any]:
     if latent is None or delta is None or routed is None:
         raise ConfigError("delta attention, latent attention and experts are what this writes")
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.model_dim,
+        **model_keys(config),
         "intermediate_size": (dense or routed).hidden_dim,
         "moe_intermediate_size": routed.hidden_dim,
-        "num_hidden_layers": config.num_layers,
         "num_attention_heads": latent.num_q_heads,
         "num_key_value_heads": latent.num_q_heads,
         "q_lora_rank": latent.query_rank,
@@ -189,8 +179,6 @@ def write_kimi_linear(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "model_max_length": config.max_positions,
         "rms_norm_eps": config.final_norm.epsilon,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
     }
 
 

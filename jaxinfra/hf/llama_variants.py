@@ -22,6 +22,7 @@ from jaxinfra.hf.shared import (
     decoder_config,
     decoder_keys,
     dense_block,
+    type_keys,
     typed_windows,
     window_keys,
 )
@@ -198,12 +199,10 @@ def read_exaone4(keys: Keys) -> ModelConfig:
 
 def write_exaone4(config: ModelConfig) -> dict[str, Any]:
     """Writes EXAONE 4; inverse of ``read_exaone4``."""
-    return decoder_keys(config) | _types(config)
-
-
-def _types(config: ModelConfig) -> dict[str, Any]:
     windows = window_keys(config)
-    return {name: windows[name] for name in ("sliding_window", "layer_types")}
+    return decoder_keys(config) | {
+        name: windows[name] for name in ("sliding_window", "layer_types")
+    }
 
 
 def read_ernie(keys: Keys) -> ModelConfig:
@@ -306,12 +305,7 @@ def read_ministral(keys: Keys) -> ModelConfig:
 
 def write_ministral(config: ModelConfig) -> dict[str, Any]:
     """Writes Ministral; inverse of ``read_ministral``."""
-    types = _types(config)
-    return (
-        decoder_keys(config)
-        | types
-        | {"sliding_window": types["sliding_window"] or config.max_positions}
-    )
+    return decoder_keys(config) | type_keys(config)
 
 
 def read_ministral3(keys: Keys) -> ModelConfig:

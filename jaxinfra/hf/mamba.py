@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfra.config.model import BlockConfig, ModelConfig, NormConfig, stacked
+from jaxinfra.config.model import BlockConfig, ModelConfig, NormConfig
 from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.shared import model_keys, model_of
 from jaxinfra.hf.weights import Family, Rule, WeightTable, beside, linear, norm, outside, rule
 
 RESCALED = "implementations differ in whether stored weights are scaled by it again"
@@ -28,11 +29,7 @@ def read_mamba2(keys: Keys) -> ModelConfig:
     keys.ignore("residual_in_fp32", "chunk_size", "norm_before_gate")
     keys.expect("rescale_prenorm_residual", (False, None), RESCALED)
     keys.ignore("rms_norm", "intermediate_size")
-    width, heads, epsilon = (
-        keys.integer("hidden_size"),
-        keys.integer("num_heads"),
-        keys.number("layer_norm_epsilon", 1e-5),
-    )
+    heads, epsilon = keys.integer("num_heads"), keys.number("layer_norm_epsilon", 1e-5)
     groups = keys.integer("n_groups")
     if groups < 1 or heads % groups:
         raise ConfigError(f"num_heads={heads} is not a multiple of n_groups={groups}")
@@ -48,17 +45,9 @@ def read_mamba2(keys: Keys) -> ModelConfig:
         norm_epsilon=epsilon,
         step_limit=read_step_limit(keys),
     )
-    stream = NormConfig(epsilon=epsilon)
-    block = BlockConfig(mixer=mixer, feed_forward=None, norm=stream)
-    return ModelConfig(
-        vocab_size=keys.integer("vocab_size"),
-        model_dim=width,
-        max_positions=MAX_POSITIONS,
-        stacks=stacked(block, num_layers=keys.integer("num_hidden_layers")),
-        tie_embeddings=keys.flag("tie_word_embeddings", False),
-        final_norm=stream,
-        init_std=keys.number("initializer_range", 0.1),
-    )
+    block = BlockConfig(mixer=mixer, feed_forward=None, norm=NormConfig(epsilon=epsilon))
+    blocks = [block] * keys.integer("num_hidden_layers")
+    return model_of(keys, blocks, max_positions=MAX_POSITIONS, init_std=0.1)
 
 
 def read_step_limit(keys: Keys) -> tuple[float, float] | None:
@@ -85,9 +74,7 @@ def write_mamba2(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"{type(mixer).__name__}: state spaces are what this writes")
     inner = mixer.num_value_heads * mixer.value_dim
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": width,
-        "num_hidden_layers": config.num_layers,
+        **model_keys(config),
         "num_heads": mixer.num_value_heads,
         "head_dim": mixer.value_dim,
         "state_size": mixer.key_dim,
@@ -99,8 +86,6 @@ def write_mamba2(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "layer_norm_epsilon": mixer.norm_epsilon,
         **step_limit_keys(mixer),
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
     }
 
 

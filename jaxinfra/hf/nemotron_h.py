@@ -20,7 +20,14 @@ from jaxinfra.config.recurrent import NoMixer, StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mamba import LARGEST_STEP, MAMBA2, read_step_limit, state_space
-from jaxinfra.hf.shared import ACTIVATION_NAMES, FULL, LINEAR, UNGATED, in_runs
+from jaxinfra.hf.shared import (
+    ACTIVATION_NAMES,
+    FULL,
+    LINEAR,
+    UNGATED,
+    model_keys,
+    model_of,
+)
 from jaxinfra.hf.sparse import LOSSES, read_sigmoid_routing
 from jaxinfra.hf.weights import Family, experts, inward, norm, outward, rule, ungated, without
 
@@ -49,15 +56,7 @@ def read_nemotron_h(keys: Keys) -> ModelConfig:
     }
     layers |= _feed_forwards(keys, kinds)
     blocks = [BlockConfig(**layers[kind], norm=stream) for kind in kinds]
-    return ModelConfig(
-        vocab_size=keys.integer("vocab_size"),
-        model_dim=keys.integer("hidden_size"),
-        max_positions=keys.integer("max_position_embeddings"),
-        stacks=in_runs(blocks),
-        tie_embeddings=False,
-        final_norm=stream,
-        init_std=keys.number("initializer_range", 0.02),
-    )
+    return model_of(keys, blocks)
 
 
 def _kinds(keys: Keys) -> list[str]:
@@ -169,8 +168,9 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
         for b in config.layers
     ]
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.model_dim,
+        **{
+            name: value for name, value in model_keys(config).items() if name != "num_hidden_layers"
+        },
         "layers_block_type": names,
         "max_position_embeddings": config.max_positions,
         "num_attention_heads": attention.num_q_heads,
@@ -188,8 +188,6 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
         "use_bias": mixer.bias,
         "time_step_min": least,
         "layer_norm_epsilon": config.final_norm.epsilon,
-        "tie_word_embeddings": False,
-        "initializer_range": config.init_std,
         **({} if routed is None else _experts_keys(routed)),
     }
 

@@ -18,7 +18,7 @@ from jaxinfra.hf.shared import (
     layer_types,
     renamed,
     rotated_by_type,
-    window_keys,
+    type_keys,
     with_ropes_by_type,
 )
 from jaxinfra.hf.sparse import LOSSES, experts_keys, read_experts
@@ -98,11 +98,7 @@ def write_olmo2(config: ModelConfig) -> dict[str, Any]:
 
 def write_olmo3(config: ModelConfig) -> dict[str, Any]:
     """Writes OLMo 3; inverse of ``read_olmo3``."""
-    windows = window_keys(config)
-    return with_ropes_by_type(write_olmo2(config), config) | {
-        "sliding_window": windows["sliding_window"] or config.max_positions,
-        "layer_types": windows["layer_types"],
-    }
+    return with_ropes_by_type(write_olmo2(config), config) | type_keys(config)
 
 
 def read_olmoe(keys: Keys) -> ModelConfig:

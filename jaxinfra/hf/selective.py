@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, NormConfig, stacked
+from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, NormConfig
 from jaxinfra.config.recurrent import SelectiveScanConfig
 from jaxinfra.config.routing import RoutingConfig
 from jaxinfra.errors import ConfigError
@@ -19,6 +19,8 @@ from jaxinfra.hf.shared import (
     decoder_config,
     decoder_keys,
     mlp_kind,
+    model_keys,
+    model_of,
     routed,
     routes,
     with_mixers,
@@ -55,16 +57,9 @@ def read_mamba(keys: Keys, **norms: Any) -> ModelConfig:
         **norms,
     )
     stream = NormConfig(epsilon=keys.number("layer_norm_epsilon", 1e-5))
-    block = BlockConfig(mixer=mixer, feed_forward=None, norm=stream)
-    return ModelConfig(
-        vocab_size=keys.integer("vocab_size"),
-        model_dim=width,
-        max_positions=MAX_POSITIONS,
-        stacks=stacked(block, num_layers=num_layers),
-        tie_embeddings=keys.flag("tie_word_embeddings", True),
-        final_norm=stream,
-        init_std=keys.number("initializer_range", 0.1),
-    )
+    blocks = [BlockConfig(mixer=mixer, feed_forward=None, norm=stream)] * num_layers
+    around = {"max_positions": MAX_POSITIONS, "tied_by_default": True, "init_std": 0.1}
+    return model_of(keys, blocks, **around)
 
 
 def read_falcon_mamba(keys: Keys) -> ModelConfig:
@@ -84,9 +79,7 @@ def write_mamba(config: ModelConfig) -> dict[str, Any]:
     if not isinstance(mixer, SelectiveScanConfig):
         raise ConfigError(f"{type(mixer).__name__}: selective scans are what this writes")
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": width,
-        "num_hidden_layers": config.num_layers,
+        **model_keys(config),
         "state_size": mixer.state_dim,
         "intermediate_size": mixer.num_channels,
         "expand": _expansion(mixer, width),
@@ -96,8 +89,6 @@ def write_mamba(config: ModelConfig) -> dict[str, Any]:
         "use_bias": mixer.bias,
         "hidden_act": "silu",
         "layer_norm_epsilon": config.blocks[0].norm.epsilon,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
     }
 
 

@@ -155,6 +155,42 @@ def decoder_config(
     )
 
 
+def model_of(
+    keys: Keys,
+    blocks: Sequence[BlockConfig],
+    *,
+    max_positions: int | None = None,
+    tied_by_default: bool = False,
+    init_std: float = 0.02,
+) -> ModelConfig:
+    """Reads the keys around layers that a family reads itself; the first's norm is the last too.
+
+    Args:
+        max_positions: where states know no positions; None: read from the config.
+        tied_by_default, init_std: values where the config has none.
+    """
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size"),
+        model_dim=keys.integer("hidden_size"),
+        max_positions=max_positions or keys.integer("max_position_embeddings"),
+        stacks=in_runs(blocks),
+        tie_embeddings=keys.flag("tie_word_embeddings", tied_by_default),
+        final_norm=blocks[0].norm,
+        init_std=keys.number("initializer_range", init_std),
+    )
+
+
+def model_keys(config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys that ``model_of`` reads, but for the number of positions."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_dim,
+        "num_hidden_layers": config.num_layers,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+    }
+
+
 def in_stacks(blocks: Sequence[BlockConfig], *, num_layers: int) -> tuple[Stack, ...]:
     """Returns layers as one stack of a repeating pattern, and a second one for layers left over.
 
@@ -394,6 +430,14 @@ def with_ropes_by_type(keys: dict[str, Any], config: ModelConfig) -> dict[str, A
     (first, *_) = found.values()
     plain = {name: keys[name] for name in keys if name not in ("rope_theta", "rope_scaling")}
     return plain | write_ropes_by_type({SLIDING: first, FULL: first} | found)
+
+
+def type_keys(config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys that ``layer_types`` reads; a model without windows has its whole length."""
+    found = window_keys(config)
+    # The reference makes a mask of windows whether a layer has one or not.
+    width = found["sliding_window"] or config.max_positions
+    return {"sliding_window": width, "layer_types": found["layer_types"]}
 
 
 def typed_windows(

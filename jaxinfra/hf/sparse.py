@@ -27,6 +27,7 @@ from jaxinfra.hf.shared import (
     mlp_kind,
     routed,
     routes,
+    type_keys,
     window_keys,
 )
 from jaxinfra.hf.weights import GPT_OSS, MIXTRAL, QWEN_MOE, Family
@@ -111,7 +112,13 @@ def read_sigmoid_routing(
 def sigmoid_keys(config: ModelConfig) -> tuple[GroupedAttentionConfig, dict[str, Any]]:
     """Returns the attention, and the keys of what ``read_experts_after_dense`` reads."""
     attention, experts, dense = layers_of(config)
-    return attention, decoder_keys(config, mlp=dense or as_wide(experts)) | {
+    keys = decoder_keys(config, mlp=dense or as_wide(experts))
+    return attention, keys | expert_keys(config, experts)
+
+
+def expert_keys(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
+    """Writes the keys of experts and their routing that ``read_experts_after_dense`` reads."""
+    return {
         "moe_intermediate_size": experts.hidden_dim,
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
@@ -140,13 +147,7 @@ def read_mixtral(keys: Keys) -> ModelConfig:
     keys.expect("router_jitter_noise", (0.0, None), "inputs of routers get no noise in training")
     keys.ignore(*LOSSES)
     dense = decoder_config(keys, windows=(keys.integer("sliding_window", None),), default_theta=1e6)
-    experts = ExpertsConfig(
-        num_experts=keys.named("num_local_experts", "num_experts"),
-        top_k=keys.integer("num_experts_per_tok"),
-        hidden_dim=keys.integer("intermediate_size"),
-        kind=mlp_kind(dense),
-    )
-    return routed(dense, [experts] * dense.num_layers)
+    return read_experts(keys, dense, width_key="intermediate_size")
 
 
 def write_mixtral(config: ModelConfig) -> dict[str, Any]:
@@ -301,15 +302,12 @@ def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     keys = decoder_keys(config, mlp=wide)
     # Null would be read as YaRN.
     scaling = keys.get("rope_scaling") or {"rope_type": "default"}
-    windows = window_keys(config)
     return keys | {
         "rope_scaling": scaling,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
         "attention_bias": attention.out_bias,
-        # The reference makes a mask of windows whether a layer has one or not.
-        "sliding_window": windows["sliding_window"] or config.max_positions,
-        "layer_types": windows["layer_types"],
+        **type_keys(config),
         **_GATE,
     }
 
