@@ -4,6 +4,7 @@ Dims: B row of the batch, T position, P pair of a row, S segment of a row (two o
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -364,22 +365,32 @@ def _log_probabilities(
 
     with jax.named_scope("loss"):
         rows, length = targets_BT.shape
-        num_chunks = 1
+        num_chunks, size = 1, length
         if sequence_shards == 1:
             most = _CHUNK_LOGITS * model.execution.place.batch_shards
-            parts = rows * length * model.config.vocab_size / most
-            num_chunks = min(
-                n for n in range(1, length + 1) if length % n == 0 and n >= min(parts, length)
-            )
+            num_chunks, size = _chunks(length, rows * length * model.config.vocab_size / most)
         if num_chunks == 1:
             return some(hidden_BTD, targets_BT)
 
         def in_chunks(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x.reshape(rows, num_chunks, -1, *x.shape[2:]), 1, 0)
+            more = num_chunks * size - length
+            if more:
+                x = jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
+            return jnp.moveaxis(x.reshape(rows, num_chunks, size, *x.shape[2:]), 1, 0)
 
         kept = jax.checkpoint_policies.save_only_these_names(LOGSUMEXP_NAME)
         each = jax.lax.map(
             lambda part: jax.checkpoint(some, policy=kept)(*part),
             (in_chunks(hidden_BTD), in_chunks(targets_BT)),
         )
-        return jnp.moveaxis(each, 0, 1).reshape(rows, length)
+        return jnp.moveaxis(each, 0, 1).reshape(rows, -1)[:, :length]
+
+
+def _chunks(length: int, parts: float) -> tuple[int, int]:
+    """Returns the number of chunks of a row, at least ``parts``, and their positions; the last may
+    be padded, so that a length with few divisors is not cut into single positions.
+    """
+    least = min(math.ceil(parts), length)
+    equal = [n for n in range(least, min(2 * least, length) + 1) if length % n == 0]
+    size = length // equal[0] if equal else -(-length // least)
+    return -(-length // size), size

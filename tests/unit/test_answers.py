@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.hf import from_hf_config, to_hf_config, weight_map
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.training import preferences
 from jaxinfra.training.preferences import kto_loss, pair_sums, preference_loss, target_values
 
 KTO = PreferenceConfig(loss=PreferenceLoss.KTO, beta=0.3, undesirable_weight=1.5)
@@ -180,6 +182,24 @@ def test_a_reward_model_scores_the_text_so_far(rewarding):
     np.testing.assert_array_equal(found, scores[..., 0])
     with pytest.raises(UnsupportedError, match="scores texts and has no next token"):
         rewarding.config.require_logits()
+
+
+def test_logits_of_a_length_without_divisors_are_computed_in_few_chunks(monkeypatch):
+    model, length = define_model(dense(), execution_on()), 13
+    tree = model.initialize(jax.random.key(0))
+    ids, targets = jax.random.randint(jax.random.key(1), (2, 2, length), 0, model.config.vocab_size)
+    hidden = model.bind(tree).hidden(ids)
+
+    def summed(hidden):
+        weights = jnp.arange(length, dtype=jnp.float32)[None]
+        return jnp.sum(target_values(model, tree, hidden, targets) * weights)
+
+    want = jax.value_and_grad(summed)(hidden)
+    monkeypatch.setattr(preferences, "_CHUNK_LOGITS", 2 * length * model.config.vocab_size / 2.5)
+    chunked = jax.value_and_grad(lambda hidden: summed(hidden))  # traced anew
+    assert {*re.findall(r"length=(\d+)", str(jax.make_jaxpr(chunked)(hidden)))} == {"3"}
+    for new, old in zip(chunked(hidden), want, strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-5)
 
 
 def test_a_reward_model_is_a_sequence_classifier_of_one_label(rewarding):
