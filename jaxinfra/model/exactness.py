@@ -87,9 +87,7 @@ def _not_compared(config: ModelConfig) -> Iterator[str]:
             norms.append(mixer.qk_norm)
             if mixer.qk_norm_over is not QkNormOver.HEAD:
                 yield f"qk_norm_over={mixer.qk_norm_over.value}"
-        if isinstance(feed, ExpertsConfig):
-            yield "experts"
-        elif isinstance(feed, MlpConfig) and feed.kind is not MlpKind.SWIGLU:
+        if isinstance(feed, MlpConfig) and feed.kind is not MlpKind.SWIGLU:
             yield f"layers of kind={feed.kind.value}"
     for norm in norms:
         if norm.kind is not NormKind.RMS or norm.bias or not norm.scale:

@@ -17,6 +17,8 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.reinforcement.handover import Handover, engine_placement
 from jaxinfra.serving.engine.engine import NOT_FINITE, Engine
 from jaxinfra.serving.engine.options import EngineOptions, options_on
+from jaxinfra.serving.engine.plan import SchedulerLimits
+from jaxinfra.serving.engine.program_set import COPY, EMPTY, ProgramKey
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.generate import bucket
 from jaxinfra.serving.load import LoadedModel
@@ -54,6 +56,25 @@ def engine_options(config: RunConfig) -> EngineOptions:
         memory_fraction=rl.memory_share,
         share_prefixes=True,  # the completions of a group share their prompt's pages
     )
+
+
+def sampling_programs(limits: SchedulerLimits, lengths: Sequence[int]) -> list[ProgramKey]:
+    """Returns the programs that completions of contexts of these lengths, in tokens, may need."""
+    rows = limits.rows(min(len(lengths), limits.max_running))
+    fitting = [size for size in limits.chunk_sizes if size >= max(lengths)]
+    longest = min([*fitting, limits.chunk_sizes[-1]])
+    decodes = [
+        ProgramKey(name="step", rows=size, is_scored=True)
+        for size in limits.row_sizes
+        if size <= rows
+    ]
+    chunks = [
+        ProgramKey(name="step", rows=size, length=length, is_fresh=is_fresh, is_full=True)
+        for size, length in limits.chunk_shapes
+        if length <= longest and size <= rows
+        for is_fresh in (True, False)
+    ]
+    return [EMPTY, COPY, *decodes, *chunks]
 
 
 @final
@@ -130,6 +151,9 @@ class Sampler:
         """
         engine, sampling = self._engine, SamplingConfig(temperature=1.0, logprobs=0)
         assert engine is not None, "renew comes first"
+        if engine.runner.device.platform != "cpu":  # where one compilation takes all cores
+            lengths = [len(ids) for ids in contexts.values()]
+            engine.runner.programs.make(sampling_programs(engine.limits, lengths))
         growing: dict[int, _Growing] = {}
         for place, ids in contexts.items():
             request = GenerationRequest(

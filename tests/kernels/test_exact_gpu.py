@@ -12,13 +12,13 @@ import pallas_kernels
 from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import Numerics, PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.model import exactness
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.rope import apply_rope, rope_table
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.ops.exact_product import ordered_einsum
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.reinforcement.sampler import sampling_programs
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from tests.exact_scores import (
@@ -102,9 +102,7 @@ EXPERTS = ExpertsConfig(
 @pytest.mark.parametrize(
     ("kv_heads", "window", "experts"), [(4, 21, None), (2, None, EXPERTS)], ids=["dense", "experts"]
 )
-def test_scores_of_an_engine_are_those_of_training(kv_heads, window, experts, monkeypatch):
-    if experts is not None:  # refused until this has passed
-        monkeypatch.setattr(exactness, "_not_compared", lambda config: ())
+def test_scores_of_an_engine_are_those_of_training(kv_heads, window, experts):
     config = dense(
         model_dim=256, heads=(8, kv_heads), head_dim=128, hidden_dim=256, vocab_size=192,
         tie_embeddings=False, attention={"window": window},
@@ -117,7 +115,11 @@ def test_scores_of_an_engine_are_those_of_training(kv_heads, window, experts, mo
     tree = random_parameters(definition)
     execution = execution_on(policy=numbers, decode_form=DecodeForm(packed=True))
     form = serving_form(definition, execution)
-    options = EngineOptions(max_running=2, page_size=64, num_pages=9, chunk_sizes=(64,))
+    options = EngineOptions(
+        max_running=2, page_size=64, num_pages=9, chunk_sizes=(64,), max_piece_rows=1
+    )
     engine = Engine(form.bind(serving_parameters(form, tree)), options=options)
-    found = sampled(engine, PROMPTS[1:4])  # one longer, two that share a beginning
+    prompts = PROMPTS[1:4]  # one longer, two that share a beginning
+    engine.runner.programs.make(sampling_programs(engine.limits, [len(ids) for ids in prompts]))
+    found = sampled(engine, prompts)
     assert num_different(found, trained_scores(definition, tree, found, packed=False)) == 0

@@ -17,7 +17,7 @@ from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.memory.rollouts import rollout_memory
 from jaxinfra.errors import ConfigError
 from jaxinfra.reinforcement.handover import Handover, engine_placement
-from jaxinfra.reinforcement.sampler import Sampler
+from jaxinfra.reinforcement.sampler import Sampler, sampling_programs
 from jaxinfra.serving.engine.fit import device_bytes, temporary_bytes
 from jaxinfra.training.job import make_job
 
@@ -73,6 +73,9 @@ def test_an_engine_on_another_mesh_samples_what_one_device_does(four_devices):
     alone = Sampler(one, bytes_tokenizer())
     alone.renew({}, tree)
     wanted = completions(alone)
+    engine = alone._engine
+    assert engine is not None
+    assert {*engine.runner.programs._made} <= {*sampling_programs(engine.limits, [3] * 8)}
     config = config_of("mesh.fsdp=4", engine_mesh="replica=2,tensor=2")
     trained = jax.device_put(tree, make_job(config).shardings.tree)
     sampler = Sampler(config, bytes_tokenizer())

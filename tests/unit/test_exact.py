@@ -143,7 +143,6 @@ def test_layers_that_were_not_compared_on_a_gpu_are_refused():
     changed = {
         "latent attention": {"mixer": LATENT},
         "kind=gelu": {"feed_forward": MlpConfig(hidden_dim=8, kind=MlpKind.GELU)},
-        "experts": {"feed_forward": ExpertsConfig(num_experts=2, top_k=1, hidden_dim=8)},
         "norms other than RMSNorm": {"norm": NormConfig(kind=NormKind.LAYER)},
     }
     execution = execution_on(policy=policy(PolicyName.BF16))

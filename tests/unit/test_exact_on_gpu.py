@@ -10,7 +10,6 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.model import exactness
 from jaxinfra.model.cache import PagedCache
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.execution import DecodeForm
@@ -115,8 +114,7 @@ def traced_scores(definition):
 
 
 @pytest.mark.slow
-def test_products_of_experts_and_their_router_are_in_kernels_of_one_order(model, monkeypatch):
-    monkeypatch.setattr(exactness, "_not_compared", lambda config: ())
+def test_products_of_experts_and_their_router_are_in_kernels_of_one_order(model):
     block = model[0].config.blocks[0]
     experts = ExpertsConfig(
         num_experts=6, top_k=2, hidden_dim=128, shared_hidden_dim=128, shared_gate=True
