@@ -4,20 +4,22 @@
 
 - ``hand_over``: milliseconds from a step's weights to an engine that may sample with them, of
   Llama 3.2 1B, and the programs that were compiled meanwhile;
-- ``loop``: steps of GRPO with some layers of Qwen3 4B's shapes, and the same completions and
-  training steps alone. ``share`` is the time of both alone divided by the loop's;
+- ``loop``: steps of GRPO with some layers of a model, and the same completions and training steps
+  alone. ``share`` is the time of both alone divided by the last step's. Every few seconds a line
+  says how far the engine is;
 - ``adapters``: a step of Llama 3 8B with adapters, the device's peak in it, and what
-  ``jaxinfra memory`` foretells.
+  ``jaxinfra memory`` foretells. It comes first: the peak is one of the whole process.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from jaxinfra.config import codec
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.presets import run_preset
+from jaxinfra.config.presets.mixtures import qwen3_30b_a3b
 from jaxinfra.config.presets.models import llama3_8b, llama32_1b, qwen3_4b
 from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import RunConfig
@@ -40,6 +43,7 @@ from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit, memory_s
 from jaxinfra.training.job import Job, lower_step, make_job
 
 PROMPT = 63  # characters, each a token
+MODELS = {"qwen3_4b": qwen3_4b, "qwen3_30b_a3b": qwen3_30b_a3b}  # of the loop
 
 
 def tell(part: str, **figures: Any) -> None:
@@ -90,45 +94,66 @@ def hand_over(place: Path) -> None:
 
 def compile_ahead(job: Job) -> threading.Thread:
     """Compiles a training step for the cache while the engine's programs are compiled."""
-    thread = threading.Thread(target=lambda: lower_step(job).compile())
+
+    def work() -> None:
+        began = time.perf_counter()
+        lower_step(job).compile()
+        tell("compiled", seconds=time.perf_counter() - began)
+
+    thread = threading.Thread(target=work)
     thread.start()
     return thread
 
 
-def loop(place: Path, *, layers: int, completions: int, length: int, steps: int) -> None:
+@contextlib.contextmanager
+def heard(batches: RolloutBatches, *, every_s: float = 5.0) -> Iterator[None]:
+    """Tells every few seconds how many programs, steps and tokens the engine has made."""
+    over, began = threading.Event(), time.perf_counter()
+
+    def work() -> None:
+        while not over.wait(every_s):
+            engine = batches._episodes._player._sampler._engine
+            if engine is not None:
+                at_s, made = time.perf_counter() - began, len(engine.runner.programs)
+                counts = {"steps": engine.counts.steps, "tokens": engine.counts.generated_tokens}
+                tell("engine", at_s=at_s, programs=made, **counts)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def loop(config: RunConfig, place: Path, *, steps: int) -> None:
     """Runs the loop, then its two phases alone."""
-    model = dataclasses.replace(
-        qwen3_4b(), stacks=(dataclasses.replace(qwen3_4b().stacks[0], repeats=layers),)
-    )
-    sizes = (
-        f"training.batch_size={completions}",
-        f"training.sequence_length={length + PROMPT}",
-        f"training.accumulation={completions // 8}",
-        "training.remat=full",
-    )
-    config = config_of(
-        model, place, *sizes, group_size=8, max_new_tokens=length, max_running=completions
-    )
     job = make_job(config)
     ahead = compile_ahead(job)
     state = job.initialize()
-    tell("loop", parameters=job.model.num_parameters, layers=layers, completions=completions)
+    completions = config.training.batch_size
+    sizes = {"parameters": job.model.num_parameters, "completions": completions}
+    tell("loop", layers=config.model.num_layers, **sizes)
     batches = RolloutBatches(job, RunDirectory(place / "run"), bytes_tokenizer(), say=print)
     (place / "run").mkdir()
     whole_s, step_s, record = 0.0, 0.0, {}
-    for step in range(steps):
-        began = time.perf_counter()
-        batches.follow(state)
-        batch = job.put(next(batches))
-        sampled = time.perf_counter()
-        ahead.join()
-        state, _ = jax.block_until_ready(job.train_step(state, batch))
-        whole_s, step_s = time.perf_counter() - began, time.perf_counter() - sampled
-        record = batches.read(step + 1)
-        tell("loop", step=step, seconds=whole_s, step_s=step_s, **record)
+    with heard(batches):
+        for step in range(steps):
+            began = time.perf_counter()
+            batches.follow(state)
+            batch = job.put(next(batches))
+            tell("loop", step=step, sampled_s=time.perf_counter() - began)
+            ahead.join()
+            trained = time.perf_counter()
+            state, _ = jax.block_until_ready(job.train_step(state, batch))
+            whole_s, step_s = time.perf_counter() - began, time.perf_counter() - trained
+            record = batches.read(step + 1)
+            tell("loop", step=step, seconds=whole_s, step_s=step_s, **record)
     began = time.perf_counter()
     state, _ = jax.block_until_ready(job.train_step(state, batch))
     alone_s = time.perf_counter() - began
+    tell("loop", step_alone_s=alone_s)
     tokens = completions * record["rl/length"]
     episodes = batches._episodes
     contexts = {place: each.ids for place, each in enumerate(episodes._prompts_of(steps - 1))}
@@ -201,26 +226,44 @@ def adapters(place: Path) -> None:
     _compare(config, parameters=job.model.num_parameters)
 
 
+def loop_config(args: argparse.Namespace, place: Path) -> RunConfig:
+    """Returns the loop's config: a model with some of its layers, completions in groups of 8."""
+    whole = MODELS[args.model]()
+    model = dataclasses.replace(
+        whole, stacks=(dataclasses.replace(whole.stacks[0], repeats=args.layers),)
+    )
+    sizes = (
+        f"training.batch_size={args.completions}",
+        f"training.sequence_length={args.length + PROMPT}",
+        f"training.accumulation={args.completions // 8}",
+        "training.remat=full",
+    )
+    lengths = {"max_new_tokens": args.length, "max_running": args.completions}
+    return config_of(model, place, *sizes, *args.set, group_size=8, **lengths)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["hand_over", "loop", "adapters"])
-    parser.add_argument("--layers", type=int, default=8, help="of the 36 of Qwen3 4B")
+    parts = ("adapters", "hand_over", "loop")
+    parser.add_argument("parts", nargs="*", default=parts, choices=parts)
+    parser.add_argument("--model", choices=MODELS, default="qwen3_4b", help="of the loop")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the loop's model")
     parser.add_argument("--completions", type=int, default=512)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a completion")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--set", nargs="*", default=(), help="settings of the loop's run")
     args = parser.parse_args()
     let_jax_allocate()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         keep_compiled_programs(place / "programs")
-        for part in args.parts:
+        for part in sorted(args.parts):
             if part == "hand_over":
                 hand_over(place)
             elif part == "adapters":
                 adapters(place)
             else:
-                sizes = {key: getattr(args, key) for key in ("layers", "completions", "length")}
-                loop(place, **sizes, steps=args.steps)
+                loop(loop_config(args, place), place, steps=args.steps)
 
 
 if __name__ == "__main__":
