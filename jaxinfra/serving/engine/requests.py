@@ -26,10 +26,10 @@ class EndReason(enum.StrEnum):
 class Asked(enum.IntEnum):
     """Demands of a request on the step that draws its next token; each includes those before it."""
 
-    BEST = 0  # the most likely token
-    DRAW = 1  # at a temperature
-    SCORE = 2  # also the drawn token's log-probability
-    ALL = 3
+    BEST = 0  # take the most likely token
+    DRAW = 1  # sample at a temperature
+    SCORE = 2  # and return the token's log-probability
+    ALL = 3  # and apply every other setting
 
 
 class Constraint(Protocol):
