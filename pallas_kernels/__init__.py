@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .linear_attention import linear_attention as linear_attention
     from .linear_attention import linear_attention_in_slots as linear_attention_in_slots
     from .linear_attention import short_convolution as short_convolution
+    from .linear_attention import short_convolutions_in_slots as short_convolutions_in_slots
     from .norm import layer_norm as layer_norm
     from .norm import rms_norm as rms_norm
     from .ordered_matmul import ordered_matmul as ordered_matmul
@@ -65,7 +66,12 @@ _PUBLIC = {
         "grouped_weight_gradient",
         "scaled_grouped_matmul",
     ),
-    "linear_attention": ("linear_attention", "linear_attention_in_slots", "short_convolution"),
+    "linear_attention": (
+        "linear_attention",
+        "linear_attention_in_slots",
+        "short_convolution",
+        "short_convolutions_in_slots",
+    ),
     "norm": ("layer_norm", "rms_norm"),
     "ordered_matmul": ("ordered_matmul",),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),

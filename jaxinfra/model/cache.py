@@ -210,11 +210,12 @@ class StateCache:
         stored = self.arrays[name]
         num_layers, num_slots = stored.shape[:2]
         assert self.layer is not None, "in_layer"
-        rows, first = jnp.arange(num_slots, dtype=jnp.int32), jnp.asarray(self.layer) * num_slots
+        # A constant: a kernel would read a computed one from a launch of its own.
+        rows, first = np.arange(num_slots, dtype=np.int32), self.layer * num_slots
         read_B, written_B = (rows if x is None else x for x in (self.from_B, self.to_B))
         last = num_layers * num_slots
         written_B = jnp.where(written_B < num_slots, first + written_B, last)
-        return stored.reshape(last, *stored.shape[2:]), first + read_B, written_B
+        return stored.reshape(last, *stored.shape[2:]), jnp.asarray(first + read_B), written_B
 
     def with_slots(self, name: str, array: Shaped[Array, "LS ..."]) -> "StateCache":
         """Returns the cache with an array in the form of ``slots``."""

@@ -134,6 +134,8 @@ class Kernels:
     # ``ops.linear_attention.linear_attention_in_slots``
     recur_in_slots: Callable[..., tuple[jax.Array, jax.Array]]
     convolve: Callable[..., jax.Array]  # ``ops.linear_attention.short_convolution``
+    # ``ops.linear_attention.short_convolutions_in_slots``; None: tokens are convolved as sequences.
+    convolve_in_slots: Callable[..., tuple[list[jax.Array], list[jax.Array]]] | None
     lookup: Callable[..., jax.Array]  # ``take_rows``
     cross_entropy: Callable[..., CrossEntropySums]  # ``parallel.loss.TokenLoss``
     exchange: ExpertExchange

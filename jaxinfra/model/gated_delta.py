@@ -13,7 +13,15 @@ from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import from_heads, unpacked
-from jaxinfra.model.recurrence import HEADS, GatedNorm, Inward, TokenOperands, recurred
+from jaxinfra.model.recurrence import (
+    HEADS,
+    GatedNorm,
+    Inward,
+    TokenOperands,
+    recurred,
+    stepped,
+    steps,
+)
 from jaxinfra.ops.multiply import Deferred
 
 _LENGTH_EPSILON = 1e-6  # added to a key's squared length before it is scaled to 1
@@ -109,15 +117,25 @@ class GatedDelta(nnx.Module):
         Documents of packed rows start from a state of zeros.
         """
         accum = self.execution.policy.to_accum
-        inputs = self._projected(x_BTD)
+        packed_BTNH = None if self.packed is None else self.packed(x_BTD)
+        inputs = self._projected(x_BTD, packed_BTNH)
         gate_BTMH, beta_BTM, decay = (inputs.pop(name) for name in ("gate", "beta", "decay"))
-        inputs = {name: self.execution.place(x, HEADS) for name, x in inputs.items()}
-        q_BTNH = self.query_conv(inputs["query"], given, name="query")
-        k_BTNH = self.key_conv(inputs["key"], given, name="key")
+        lengths = {"query": self.config.key_dim**-0.5, "key": 1.0}
+        convolutions = {
+            "query": self.query_conv, "key": self.key_conv, "value": self.value_conv
+        }  # fmt: skip
+        if packed_BTNH is not None and self.packs_numbers and steps(given, self.execution):
+            x_BTC = packed_BTNH.reshape(*packed_BTNH.shape[:2], -1)
+            tokens, given = stepped(x_BTC, convolutions, lengths, given, execution=self.execution)
+            inputs = {}
+        else:
+            inputs = {name: self.execution.place(x, HEADS) for name, x in inputs.items()}
+            tokens = {n: conv(inputs[n], given, name=n) for n, conv in convolutions.items()}
+            tokens |= {n: self._directed(tokens[n], length) for n, length in lengths.items()}
         operands = TokenOperands(
-            q=self._directed(q_BTNH, self.config.key_dim**-0.5),
-            k=self._directed(k_BTNH, 1.0),
-            v=self.value_conv(inputs["value"], given, name="value"),
+            q=tokens["query"],
+            k=tokens["key"],
+            v=tokens["value"],
             log_decay=self._log_decay(decay),
             beta=jax.nn.sigmoid(accum(beta_BTM)),
         )
@@ -128,14 +146,16 @@ class GatedDelta(nnx.Module):
         out_BTD = self.out(self.norm(out_BTMH, gate_BTMH), residual=given.residual_BTD)
         return LayerOutput(x=out_BTD, cache=cache)
 
-    def _projected(self, x_BTD: jax.Array | Deferred) -> dict[str, jax.Array]:
+    def _projected(
+        self, x_BTD: jax.Array | Deferred, packed_BTNH: jax.Array | None
+    ) -> dict[str, jax.Array]:
         """Queries, keys, values, and what gate, beta and decay are computed from."""
         names, found = ["query", "key", "value", "gate"], {}
         if not self.packs_numbers:
             assert not isinstance(x_BTD, Deferred), "abilities"
             found = self._apart(x_BTD)
             names = [each for each in names if each not in found]
-        if self.packed is None:
+        if packed_BTNH is None:
             assert not isinstance(x_BTD, Deferred), "abilities"
             prepared = self.query.prepared(x_BTD)
             return found | {name: getattr(self, name)(prepared) for name in names}
@@ -143,7 +163,7 @@ class GatedDelta(nnx.Module):
         shards = self.execution.place.shards(axes.Q_HEADS)
         ends = [n // shards for n in (keys, 2 * keys, 2 * keys + values, 2 * (keys + values))]
         num_ends = len(names) - (not self.packs_numbers)
-        *parts, last = unpacked(self.packed(x_BTD), ends[:num_ends], shards, axis=2)
+        *parts, last = unpacked(packed_BTNH, ends[:num_ends], shards, axis=2)
         if not self.packs_numbers:
             return found | dict(zip(names, [*parts, last], strict=True))
         numbers = last.reshape(*last.shape[:2], -1)

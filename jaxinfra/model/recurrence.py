@@ -162,7 +162,8 @@ def recurred(
     """Computes linear attention from the cached state; returns outputs and the cache after it.
 
     Args:
-        inputs: what the convolutions read, by names in the cache.
+        inputs: what the convolutions read, by names in the cache; none if ``stepped`` has computed
+            them.
     """
     cache = given.cache
     if cache is None:
@@ -171,13 +172,57 @@ def recurred(
         return out, None
     assert isinstance(cache, StateCache), "CacheSpec"
     count_B = jnp.sum(given.positions_BT >= 0, axis=1)
-    counted, recur = _counted(operands, count_B), execution.kernels.recur_in_slots
+    recur = execution.kernels.recur_in_slots
+    counted = _counted(operands, count_B, has_zeros=not inputs)
     if cache.is_tentative:
         out, _ = _advanced(recur, counted, cache, writes=False)
         return out, cache.hold({**inputs, **operands.by_token()})
     tails = _tails(cache.read(), inputs, count_B)
     out, cache = _advanced(recur, counted, cache)
     return out, cache.write(tails)
+
+
+def steps(given: Pass, execution: Execution) -> bool:
+    """Returns whether ``stepped`` computes the convolutions of this pass."""
+    cache, is_token = given.cache, given.positions_BT.shape[1] == 1
+    is_known = isinstance(cache, StateCache) and not cache.is_tentative
+    return is_known and is_token and execution.kernels.convolve_in_slots is not None
+
+
+def stepped(
+    x_BTC: Float[Array, "B 1 C"],
+    convolutions: Mapping[str, "Convolution"],
+    lengths: Mapping[str, float],
+    given: Pass,
+    *,
+    execution: Execution,
+) -> tuple[dict[str, Float[Array, "B 1 _ _"]], Pass]:
+    """Computes convolutions of one token per row: results, and the pass whose cache is after them.
+
+    Results of rows that do not count are zeros.
+
+    Args:
+        x_BTC: inputs of one convolution after the other, and more behind them.
+        convolutions: convolutions by names in the cache.
+        lengths: lengths that results of some are scaled to.
+    """
+    cache, convolve = given.cache, execution.kernels.convolve_in_slots
+    assert isinstance(cache, StateCache), "steps"
+    assert convolve is not None, "steps"
+    slots = [cache.slots(name) for name in convolutions]
+    out, tails = convolve(
+        x_BTC[:, 0],
+        [each.weight[...] for each in convolutions.values()],
+        lengths=[lengths.get(name) for name in convolutions],
+        tails=[tail for tail, _, _ in slots],
+        read=slots[0][1],
+        written=slots[0][2],
+        counted=given.positions_BT[:, 0] >= 0,
+    )
+    for name, tail in zip(convolutions, tails, strict=True):
+        cache = cache.with_slots(name, tail)
+    found = {name: x[:, None] for name, x in zip(convolutions, out, strict=True)}
+    return found, dataclasses.replace(given, cache=cache)
 
 
 def convolved(inputs: Mapping[str, Float[Array, "B T _ _"]], given: Pass) -> StateCache | None:
@@ -255,8 +300,14 @@ def _called(
     return recur(q, k, v, log_decay, beta=operands.beta, rates=operands.rates, **more)
 
 
-def _counted(operands: TokenOperands, count_B: jax.Array) -> TokenOperands:
-    """The operands, of which those behind each row's first tokens change no state."""
+def _counted(
+    operands: TokenOperands, count_B: jax.Array, *, has_zeros: bool = False
+) -> TokenOperands:
+    """The operands, of which those behind each row's first tokens change no state.
+
+    Args:
+        has_zeros: whether keys and values are zeros there.
+    """
     length = operands.v.shape[1]
     is_counted_BT = jnp.arange(length)[None] < count_B[:, None]
 
@@ -267,8 +318,8 @@ def _counted(operands: TokenOperands, count_B: jax.Array) -> TokenOperands:
     beta = operands.beta
     return dataclasses.replace(
         operands,
-        k=masked(operands.k),
-        v=masked(operands.v),
+        k=operands.k if has_zeros else masked(operands.k),
+        v=operands.v if has_zeros else masked(operands.v),
         log_decay=masked(operands.log_decay),
         beta=None if beta is None else masked(beta),
     )
@@ -284,7 +335,7 @@ def _tails(
         places = count_B[:, None] + jnp.arange(old.shape[1])[None]
         return jnp.take_along_axis(seen, places[:, :, None, None], axis=1)
 
-    return {name: newest(old, inputs[name]) for name, old in before.items() if name != _STATE}
+    return {name: newest(old, inputs[name]) for name, old in before.items() if name in inputs}
 
 
 class GatedNorm(nnx.Module):

@@ -27,6 +27,7 @@ from jaxinfra.ops.linear_attention import (
     linear_attention,
     linear_attention_in_slots,
     short_convolution,
+    short_convolutions_in_slots,
 )
 from jaxinfra.ops.multiply import Multiply
 from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode, ShardedDecodeLayers
@@ -141,6 +142,7 @@ def kernels_on(
             recur=linear_attention,
             recur_in_slots=linear_attention_in_slots,
             convolve=short_convolution,
+            convolve_in_slots=None if is_exact else short_convolutions_in_slots,
             lookup=take_rows,
             cross_entropy=TokenLoss(placement=placement),
             exchange=within_device,
@@ -162,6 +164,7 @@ def kernels_on(
         recur=recur,
         recur_in_slots=whole.in_slots,
         convolve=convolve,
+        convolve_in_slots=None,
         lookup=ShardedLookup(placement=placement),
         cross_entropy=TokenLoss(placement=placement),
         exchange=ShardedExchange(placement=placement, config=exchange or ExchangeConfig()),

@@ -13,6 +13,7 @@ from pallas_kernels import (
     linear_attention,
     linear_attention_in_slots,
     short_convolution,
+    short_convolutions_in_slots,
 )
 from pallas_kernels.linear_attention.chunked import CHUNK
 from pallas_kernels.linear_attention.reference import reference
@@ -252,6 +253,34 @@ def test_the_convolution_is_a_sum_of_taps():
 def test_what_does_not_fit_is_refused(changes, match):
     with pytest.raises(InputError, match=match):
         linear_attention(**inputs("delta") | changes)
+
+
+def test_convolutions_in_slots_are_those_of_sequences():
+    """Rows read and write slots of others' making; one does not count, and one writes nothing."""
+    rng = np.random.default_rng(seeded(5))
+    x, heads, lengths = rng.normal(size=(3, 20)).astype(np.float32), (2, 3), (0.5, None)
+    weights = [rng.normal(size=(n, 3, 4)).astype(np.float32) for n in heads]
+    tails = [rng.normal(size=(4, 3, n, 3)).astype(np.float32) for n in heads]
+    read, written, counted = np.array([2, 0, 1]), np.array([2, 3, 4]), np.array([True, False, True])
+    given = {"lengths": lengths, "read": read, "written": written, "counted": counted}
+    slots = [jnp.asarray(tail) for tail in tails]
+    out, after = short_convolutions_in_slots(x, weights, tails=slots, **given)
+    first = 0
+    for i, (n, length) in enumerate(zip(heads, lengths, strict=True)):
+        own = x[:, first : first + 3 * n].reshape(3, 1, n, 3)
+        first += 3 * n
+        want = jax.nn.silu(short_convolution(own, weights[i], tail=tails[i][read]))[:, 0]
+        if length is not None:
+            want *= length / jnp.linalg.norm(want, axis=-1, keepdims=True)
+        # Sums of four products, and SiLU's exponential.
+        np.testing.assert_allclose(out[i][::2], want[::2], rtol=1e-5, atol=1e-6)
+        assert not out[i][1].any()
+        kept = tails[i].copy()
+        kept[2] = np.concatenate([tails[i][2], own[0]])[1:]
+        kept[3] = tails[i][0]
+        np.testing.assert_array_equal(after[i], kept)
+    with pytest.raises(InputError, match="a length and a tail per weight"):
+        short_convolutions_in_slots(x[:, :14], weights, tails=slots, **given)
 
 
 def test_taps_of_other_channels_are_refused():

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedError, linear_attention, linear_attention_in_slots
+from pallas_kernels import (
+    UnsupportedError,
+    linear_attention,
+    linear_attention_in_slots,
+    short_convolutions_in_slots,
+)
 from pallas_kernels.common import device
 from pallas_kernels.linear_attention.hopper.gates import CHUNK, Gate, gates
 from pallas_kernels.linear_attention.reference import reference
@@ -162,6 +167,47 @@ def test_states_in_slots_are_those_of_the_formula(kind, length):
     # Outputs are rounded to 8 bits.
     np.testing.assert_allclose(got[0].astype(jnp.float32), out, rtol=2.0**-8, atol=2.0**-8)
     np.testing.assert_array_equal(got[1][2:], states[2:])
+
+
+def convolutions(rows, implementation):
+    """Three convolutions of a row's channels; a row does not count, and one writes nothing."""
+    rng, heads = np.random.default_rng(2), (4, 4, 8)
+    tails = [rng.normal(size=(rows + 2, 3, n, 128)) for n in heads]
+    weights = [rng.normal(size=(n, 128, 4)) for n in heads]
+    given = {"x": rng.normal(size=(rows, 2304)), "weights": weights, "tails": tails}
+    given = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), given)
+    given["read"] = jnp.arange(rows, dtype=jnp.int32)
+    given["written"] = given["read"].at[:2].set(jnp.array([rows + 1, rows + 2]))
+    given["counted"] = given["read"] != 2
+
+    def run(given):
+        more = {"lengths": (0.1, 1.0, None), "implementation": implementation}
+        return short_convolutions_in_slots(**given, **more)
+
+    return run, given
+
+
+def test_convolutions_in_slots_take_one_kernel():
+    run, given = convolutions(3, "auto")
+    with device.compiling_for(device.H200):
+        text = jax.jit(run).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu_v2") == 1
+        other = given | {"x": given["x"].astype(jnp.float32)}
+        with pytest.raises(UnsupportedError, match="arrays are bfloat16, float32"):
+            jax.jit(convolutions(3, "hopper")[0]).trace(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("rows", [3, 64])
+def test_convolutions_in_slots_are_those_of_xla(rows):
+    """Results are rounded to 8 bits: once, and twice where XLA scales them to a length."""
+    run, given = convolutions(rows, "hopper")
+    got, want = jax.jit(run)(given), jax.jit(convolutions(rows, "xla")[0])(given)
+    for out, true in zip(got[0], want[0], strict=True):
+        out, true = (np.asarray(x, np.float32) for x in (out, true))
+        np.testing.assert_allclose(out, true, rtol=2.0**-6, atol=2.0**-9)
+    jax.tree.map(np.testing.assert_array_equal, got[1], want[1])
 
 
 def test_gates_are_decays_within_documents():

@@ -16,6 +16,7 @@ from jaxinfra.config.model import (
     MlpConfig,
     ModelConfig,
     Stack,
+    stacked,
 )
 from jaxinfra.config.recurrent import (
     GatedDeltaConfig,
@@ -155,6 +156,26 @@ def test_the_serving_form_packs_projections_of_one_input(name):
         definition, execution_on(decode_form=DecodeForm(packed=True, numbers=False))
     )
     assert by_path(apart.arrays)["blocks/0/attention/packed/weight"].shape[-2:] == (12, 8)
+
+
+def test_packed_layers_compute_a_token_s_convolutions_at_once():
+    """Tokens one by one, of which a row lacks one, give what whole rows give."""
+    both = config("gated_delta", value_dim=8)
+    whole = dataclasses.replace(both, stacks=stacked(both.blocks[0], num_layers=1))
+    definition = define_model(whole, execution_on())
+    parameters, tokens = drawn(definition), ids(2, 6)
+    form = serving_form(definition, execution_on(decode_form=DecodeForm(packed=True)))
+    model = form.bind(serving_parameters(form, parameters))
+    want = logits_of(definition.bind(parameters), tokens)
+    cache, done = model.empty_cache(batch=2, num_slots=8), np.zeros(2, np.int32)
+    convolve = model.blocks[0].attention.execution.kernels.convolve_in_slots
+    assert convolve is not None
+    for counts in ((1, 1), (0, 1), (1, 1), (1, 1), (1, 0), (1, 1)):
+        given = tokens[np.arange(2), done][:, None]
+        logits, cache = run(model, given, positions(done, counts, 1), cache)
+        for row in np.flatnonzero(counts):
+            close(logits[row, 0], want[row, done[row]])
+        done += counts
 
 
 def made_tentative(cache):

@@ -13,6 +13,8 @@ Dims: B batch, T position, N key heads, M value heads, H key width, V value widt
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,6 +41,7 @@ from pallas_kernels.hopper.threads import (
     loaded,
     thread,
     total,
+    widened_pair,
 )
 
 MOST_TOKENS = 16
@@ -86,16 +89,15 @@ def in_slots(
     kernel = _InSlots(
         num_keys=num_keys, num_values=num_values, width=width, value_width=value_width,
         length=length, has_beta=beta_BTM is not None, by_channel=log_decay.ndim == 4,
+        is_bf16=v_BTMV.dtype == jnp.bfloat16,
     )  # fmt: skip
-    numbers = {
-        "q": q_BTNH,
-        "k": k_BTNH,
-        "v": v_BTMV,
-        "decay": jnp.exp(log_decay.astype(jnp.float32)),
-    }
-    if beta_BTM is not None:
-        numbers["beta"] = beta_BTM
-    operands = {name: x.astype(jnp.float32) for name, x in numbers.items()}
+    operands = {"q": q_BTNH, "k": k_BTNH, "v": v_BTMV}
+    if not kernel.is_bf16:
+        operands = {name: x.astype(jnp.float32) for name, x in operands.items()}
+    decay = jnp.exp(log_decay.astype(jnp.float32))
+    beta = [] if beta_BTM is None else [beta_BTM.astype(jnp.float32).ravel()]
+    # In one array, which XLA computes by one launch.
+    operands["numbers"] = jnp.concatenate([decay.ravel(), *beta])
     slots = {"read": read_B} | ({} if written_B is None else {"written": written_B})
     (ref,) = references([states_SMHV])
     found = launch(
@@ -124,6 +126,7 @@ class _InSlots:
     length: int
     has_beta: bool
     by_channel: bool
+    is_bf16: bool  # q, k and v
 
     @property
     def keys(self) -> int:
@@ -199,7 +202,7 @@ class _InSlots:
 
     def token(self, gmem, smem, b, m, part, t, state) -> jax.Array:
         """Returns the state after a token, and writes the token's output."""
-        names = ("q", "k", "v", "decay", *(["beta"] if self.has_beta else []), "out")
+        names = ("q", "k", "v", "numbers", "out")
         refs = [getattr(gmem, name) for name in names]
 
         @plgpu.inline_mgpu(
@@ -234,13 +237,13 @@ class _InSlots:
         head = total((token, self.num_values), m)
         n = arith.divui(m, constant(self.num_values // self.num_keys))
         key_head = total((token, self.num_keys), n)
-        q, k = (self.of_keys(given[name], key_head, group) for name in "qk")
+        q, k = (self.of_keys(self.four, given[name], key_head, group) for name in "qk")
         first = total((part, _COLUMNS), (column, _FOUR))
-        v = _four(given["v"], total((head, self.value_width), first))
+        v = self.four(given["v"], total((head, self.value_width), first))
         if self.by_channel:
-            decay = self.of_keys(given["decay"], head, group)
+            decay = self.of_keys(_four, given["numbers"], head, group)
         else:
-            decay = [_one(given["decay"], head)] * self.keys
+            decay = [_one(given["numbers"], head)] * self.keys
         columns = [state[i::_FOUR] for i in range(_FOUR)]
         decayed = [[_times(d, x) for d, x in zip(decay, xs, strict=True)] for xs in columns]
         found = [_dot(k, xs) for xs in decayed] + [_dot(q, xs) for xs in decayed] + [_dot(q, k)]
@@ -248,7 +251,9 @@ class _InSlots:
         held, read = held_read[:_FOUR], held_read[_FOUR:]
         new = v
         if self.has_beta:
-            beta = _one(given["beta"], head)
+            heads = math.prod(given["out"].type.shape[:-1])
+            num_decays = heads * (self.width if self.by_channel else 1)
+            beta = _one(given["numbers"], total(head, constant(num_decays)))
             new = [_times(beta, arith.subf(x, y)) for x, y in zip(v, held, strict=True)]
         out = [fused(qk, x, y) for x, y in zip(new, read, strict=True)]
         with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, group, constant(0))):
@@ -256,12 +261,18 @@ class _InSlots:
             _store_four("st.global", place, out)
         return [fused(k[i], new[c], decayed[c][i]) for i in range(self.keys) for c in range(_FOUR)]
 
-    def of_keys(self, ref: Any, head: Any, group: Any) -> list[Any]:
-        """Loads the numbers of a thread's keys."""
+    def of_keys(self, four: Callable, ref: Any, head: Any, group: Any) -> list[Any]:
+        """Loads the numbers of a thread's keys, as ``four`` loads four of them."""
         first = total((head, self.width), (group, self.keys))
-        return [
-            x for i in range(0, self.keys, _FOUR) for x in _four(ref, total(first, constant(i)))
-        ]
+        return [x for i in range(0, self.keys, _FOUR) for x in four(ref, total(first, constant(i)))]
+
+    def four(self, ref: Any, at: Any) -> list[Any]:
+        """Loads four numbers of q, k or v, from number ``at`` on."""
+        if not self.is_bf16:
+            return _four(ref, at)
+        place, bf16 = global_place(ref, at, 2), jnp.dtype(jnp.bfloat16)
+        words = loaded("ld.global.nc.v2.b32", place, 2, kind="l")
+        return [x for word in words for x in widened_pair(word, bf16)]
 
     def summed(self, found: list[Any], sums: Any, odd: Any) -> list[Any]:
         """Adds numbers of the threads that share columns."""
