@@ -57,7 +57,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         choices=[form.value for form in CacheFormat],
         default=CacheFormat.PLAIN.value,
-        help="format of the KV cache; plain: the compute dtype (default: plain)",
+        help="format of the KV cache; plain: the compute dtype; bf16-states: of layers' states, "
+        "which are fp32 otherwise (default: plain)",
     )
     parser.add_argument(
         "--numerics",
@@ -104,7 +105,12 @@ def load_models(
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         models = [read(path, policy=policy, step=step, mesh=mesh) for path in paths]
     cache, numerics = CacheFormat(args.cache), Numerics(args.numerics)
-    models = [each.with_cache(cache).with_numerics(numerics) for each in models]
+    # A draft model has no states.
+    forms = [cache, *[cache.of_entries] * (len(models) - 1)]
+    models = [
+        each.with_cache(form).with_numerics(numerics)
+        for each, form in zip(models, forms, strict=True)
+    ]
     return [dataclasses.replace(each, store=store) for each in models]
 
 

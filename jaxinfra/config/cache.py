@@ -22,11 +22,17 @@ class CacheFormat(enum.StrEnum):
     FP8 = "fp8"  # e4m3
     INT8 = "int8"
     INT4 = "int4"
+    BF16_STATES = "bf16-states"  # entries as plain; layers' states in bf16, where they are fp32
 
     @property
     def bits(self) -> int | None:
-        """Bits per element; None for ``plain``, whose elements have the compute dtype."""
+        """Bits per element of a token; None where these have the compute dtype."""
         return {"fp8": 8, "int8": 8, "int4": 4}.get(self.value)
+
+    @property
+    def of_entries(self) -> "CacheFormat":
+        """The format of entries per token."""
+        return CacheFormat.PLAIN if self.bits is None else self
 
 
 @record
@@ -81,7 +87,7 @@ class CacheSpec:
         Raises:
             UnsupportedError: a 4-bit format and an odd number of elements.
         """
-        if form is CacheFormat.PLAIN:
+        if form.bits is None:
             return self
         arrays = []
         for array in self.arrays:

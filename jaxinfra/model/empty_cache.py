@@ -5,8 +5,10 @@ import dataclasses
 import jax
 
 from jaxinfra import axes
-from jaxinfra.config.cache import CacheSpec
+from jaxinfra.config.cache import CacheFormat, CacheSpec
 from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.own import OwnMixer
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.cache import (
     Cache,
     ContiguousCache,
@@ -16,6 +18,16 @@ from jaxinfra.model.cache import (
     placed_state,
 )
 from jaxinfra.model.execution import Execution
+
+
+def check_states(config: ModelConfig, form: CacheFormat) -> None:
+    """Raises UnsupportedError if a format of states is named and a model has none of ours."""
+    mixers = [block.mixer for block in config.blocks]
+    is_own = any(isinstance(mixer, OwnMixer) for mixer in mixers)
+    has_states = any(mixer.cache.state for mixer in mixers)
+    if form is CacheFormat.BF16_STATES and (is_own or not has_states):
+        whose = "whose own layers say their states' dtype" if is_own else "none of whose layers has"
+        raise UnsupportedError(f"--cache {form.value} for a model {whose} a state; leave it out")
 
 
 def empty_cache(
@@ -44,7 +56,7 @@ def empty_cache(
 
 
 def _entries(spec: CacheSpec, execution: Execution, sizes: dict[str, int]) -> ContiguousCache:
-    spec, form = spec.repeated(execution.place.copies), execution.cache_format
+    spec, form = spec.repeated(execution.place.copies), execution.cache_format.of_entries
     cache = ContiguousCache.zeros(spec, **sizes, dtype=execution.policy.compute, form=form)
     stored = spec.stored_as(form).arrays
     dims = {each.name: (None, axes.BATCH, None, *each.dims) for each in stored}
@@ -56,12 +68,11 @@ def empty_state(
     spec: CacheSpec, execution: Execution, *, num_layers: int, num_slots: int
 ) -> dict[str, jax.Array]:
     """Makes a stack's states before the first token, zeros; empty for a mixer without a state."""
-    policy = execution.policy
     cache = StateCache.zeros(
         spec.state,
         num_layers=num_layers,
         num_slots=num_slots,
-        accum=policy.accum,
-        compute=policy.compute,
+        accum=execution.state_dtype,
+        compute=execution.policy.compute,
     )
     return placed_state(cache.arrays, spec, execution.place)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxinfra.axes import VOCAB, Dims
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import ExpertsConfig
+from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import KeptValues, Remat
-from jaxinfra.numerics.policy import Policy
+from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.ops.decode_layers import DecodedLayers
@@ -165,6 +166,12 @@ class Execution:
     kernels: Kernels
     place: Place
     gather: Gather | None  # keeps gathered weights for the backward pass; None: XLA gathers
-    cache_format: CacheFormat  # of past tokens' keys and values, or latents
+    cache_format: CacheFormat  # of past tokens' keys and values, or latents, and of states
     decode_form: DecodeForm | None = None  # None: layers are computed as in training
     statistics: bool = False  # layers add statistics of their activations to ``Sums``
+
+    @property
+    def state_dtype(self) -> jnp.dtype:
+        """Dtype of the sums over tokens that layers keep as a state."""
+        is_small = self.cache_format is CacheFormat.BF16_STATES
+        return POLICIES[PolicyName.BF16].compute if is_small else self.policy.accum

@@ -15,7 +15,6 @@ import jax
 from jaxinfra import axes
 from jaxinfra.errors import ConfigError, UnsupportedError, nearest
 from jaxinfra.hf import quantization_of
-from jaxinfra.model.cache import recurrent_bytes
 from jaxinfra.model.definition import ParameterInfo, by_path, define_model, is_weight
 from jaxinfra.ops.quantized import (
     MOST_ROWS_MEASURED,
@@ -26,7 +25,13 @@ from jaxinfra.ops.quantized import (
 )
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.memory import element_bits, kv_bytes, kv_bytes_per_token, kv_table
+from jaxinfra.planning.memory import (
+    element_bits,
+    kv_bytes,
+    kv_bytes_per_token,
+    kv_table,
+    sequence_state_bytes,
+)
 from jaxinfra.planning.model import PlannedModel, config_file, is_expert, total_parameters
 from jaxinfra.quantize.held import quantized_shapes
 from jaxinfra.quantize.recipes import (
@@ -236,7 +241,7 @@ def memory_needs(model: PlannedModel, device: Device, serving: Serving) -> Memor
         temporary_bytes=temporary,
         state_bytes=math.ceil(
             options.max_running * config.vocab_size * 5  # the history of tokens
-            + limits.num_state_slots * recurrent_bytes(config) / serving.devices
+            + limits.num_state_slots * sequence_state_bytes(model, serving.cache) / serving.devices
         ),
         page_bytes=math.ceil(page / serving.devices),
     )

@@ -18,6 +18,7 @@ from jaxinfra.planning.operations import loss_form, saved_bytes
 from jaxinfra.planning.step import device_parameters, gathered_elements, layer_elements
 
 CACHE_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0}
+CACHE_BITS |= {CacheFormat.BF16_STATES.value: 16.0}
 """Bits of a cached element."""
 
 _SCALE_BITS = 16  # of a token and a head, in the formats that CacheFormat names
@@ -34,7 +35,7 @@ def element_bits(cache_format: str, *, width: float) -> float:
             f"unknown cache format {cache_format!r}{nearest(cache_format, CACHE_BITS)}"
         )
     bits = CACHE_BITS[cache_format]
-    has_scales = cache_format in tuple(CacheFormat)
+    has_scales = cache_format in [form for form in CacheFormat if form.bits]
     return bits + _SCALE_BITS / width if has_scales else bits
 
 
@@ -48,7 +49,13 @@ def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str
     with windows keep fewer, and states, whose size does not grow.
     """
     tokens = _bytes(*cached_numbers(model.config, context, evicted=True), cache_format)
-    return batch * (tokens + recurrent_bytes(model.config))
+    return batch * (tokens + sequence_state_bytes(model, cache_format))
+
+
+def sequence_state_bytes(model: PlannedModel, cache_format: str) -> int:
+    """Returns the bytes of one sequence's states, over all layers."""
+    sums = 2 if cache_format == CacheFormat.BF16_STATES else 4
+    return recurrent_bytes(model.config, accum=sums)
 
 
 def _bytes(elements: int, scales: int, cache_format: str) -> float:

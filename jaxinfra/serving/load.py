@@ -27,6 +27,7 @@ from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.model.empty_cache import check_states
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.model.serving_form import (
@@ -157,10 +158,13 @@ class LoadedModel:
         return dataclasses.replace(self, definition=definition, parameters=kept)
 
     def with_cache(self, form: CacheFormat) -> "LoadedModel":
-        """Returns this model with a KV cache in another format."""
+        """Returns this model with a cache in another format; raises UnsupportedError where it names
+        one of states, and the model has none.
+        """
         old = self.definition
         if form is old.execution.cache_format:
             return self
+        check_states(old.config, form)
         execution = dataclasses.replace(old.execution, cache_format=form)
         definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
         return dataclasses.replace(self, definition=definition)

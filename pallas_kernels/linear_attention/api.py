@@ -119,10 +119,10 @@ def linear_attention_in_slots(
         written: slot that the state after the tokens is written to, int32 [B]; a number of S or
             more writes nothing. None: no row writes. No row may write a slot that another one reads
             or writes.
-        implementation: "hopper" (Mosaic GPU; up to 16 tokens, fp32 states; reads and writes each
-            state once, in place if the caller donates the array) or "xla" (which reads and
-            writes copies of the states). "auto" takes "hopper" for supported calls. Rows of more
-            tokens are computed as ``linear_attention`` computes them.
+        implementation: "hopper" (Mosaic GPU; up to 16 tokens, fp32 or bf16 states; reads and
+            writes each state once, in place if the caller donates the array) or "xla" (which reads
+            and writes copies of the states). "auto" takes "hopper" for supported calls. Rows of
+            more tokens are computed as ``linear_attention`` computes them.
 
     Returns:
         Outputs [B, T, M, V] in v's dtype, and the states of all slots.

@@ -165,6 +165,40 @@ def test_states_in_slots_are_those_of_rows(kind):
     np.testing.assert_array_equal(after, states)
 
 
+@pytest.mark.parametrize("kind", ["delta", "space"])
+def test_states_in_bf16_are_off_by_what_each_step_rounds(kind):
+    """A step multiplies a state's error by at most its decay, as keys have length 1 and beta is at
+    most 1, and adds that of rounding to 8 bits. In e4m3, of 4 bits, outputs are beyond that.
+    """
+    length, slot = 12, {"read": np.zeros(1, np.int32), "written": np.zeros(1, np.int32)}
+    given = inputs(kind, (1, length, 2, 4, 16, 8))
+    state, lengths = given.pop("state"), np.linalg.norm(given["q"], axis=-1).repeat(2, axis=2)
+    step = jax.jit(functools.partial(linear_attention_in_slots, **slot))
+
+    def steps(dtype):
+        states, outs = state.astype(dtype), []
+        for t in range(length):
+            part = {name: x[:, t : t + 1] for name, x in given.items()}
+            out, states = step(**part, states=states)
+            outs.append((out[0, 0], states.astype(np.float32)))
+        return [np.stack(each) for each in zip(*outs, strict=True)]
+
+    exact, states = steps(np.float32)
+    sizes = np.linalg.norm(np.stack([state, *states])[:, 0], axis=(2, 3))
+    decays, bound, error = np.exp(given["log_decay"][0]), [], 2.0**-8 * sizes[0]
+    for t in range(length):
+        error = decays[t] * error
+        bound.append(lengths[0, t] * error)
+        error += 2.0**-8 * (sizes[t + 1] + error)
+    off = {
+        dtype: np.linalg.norm(steps(dtype)[0] - exact, axis=-1)
+        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+    }
+    slack = 2.0**-20 * np.abs(exact).max()
+    assert np.all(off[jnp.bfloat16] <= np.array(bound) + slack)
+    assert np.any(off[jnp.float8_e4m3fn] > np.array(bound))
+
+
 def test_slots_that_do_not_fit_are_refused():
     given = jax.tree.map(jnp.asarray, inputs("delta", (1, 1, 2, 4, 16, 8)))
     states, slot = given.pop("state"), np.zeros(1, np.int32)

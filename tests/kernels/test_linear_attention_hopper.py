@@ -141,9 +141,10 @@ def in_slots(kind, length, shape=SHAPE, implementation="hopper"):
 
 def test_states_in_slots_take_a_kernel_of_few_tokens():
     run, given, states = in_slots("delta", 1)
-    with device.compiling_for(device.H200):
-        text = jax.jit(run).trace(given, states).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 1
+    for kept in (states, states.astype(jnp.bfloat16)):
+        with device.compiling_for(device.H200):
+            text = jax.jit(run).trace(given, kept).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu_v2") == 1
     run, given, states = in_slots("delta", 17)
     with (
         device.compiling_for(device.H200),
@@ -208,6 +209,18 @@ def test_convolutions_in_slots_are_those_of_xla(rows):
         out, true = (np.asarray(x, np.float32) for x in (out, true))
         np.testing.assert_allclose(out, true, rtol=2.0**-6, atol=2.0**-9)
     jax.tree.map(np.testing.assert_array_equal, got[1], want[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("kind", ["delta", "channels", "space"])
+def test_states_in_bf16_are_those_of_fp32_rounded(kind):
+    run, given, states = in_slots(kind, 3)
+    states = states.astype(jnp.bfloat16)
+    out, after = jax.jit(run)(given, states)
+    wide_out, wide = jax.jit(run)(given, states.astype(jnp.float32))
+    np.testing.assert_array_equal(out, wide_out)
+    np.testing.assert_array_equal(after, wide.astype(jnp.bfloat16))
 
 
 def test_gates_are_decays_within_documents():

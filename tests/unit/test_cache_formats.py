@@ -1,6 +1,7 @@
 """Caches in 8 and 4 bits: what they keep, and that paged and contiguous ones give one text."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,20 @@ from engine_models import CONFIG, OPTIONS, PROMPTS, parameters
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.errors import UnsupportedError
-from jaxinfra.model.cache import ContiguousCache
+from jaxinfra.model.cache import ContiguousCache, StateCache, recurrent_bytes
 from jaxinfra.model.definition import define_model
+from jaxinfra.model.empty_cache import check_states, empty_cache
 from jaxinfra.ops.cached_attention import as_cached, read_tokens, stored_tokens
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.planning.memory import element_bits
+from jaxinfra.planning.memory import element_bits, kv_bytes
+from jaxinfra.planning.model import plan_model
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.sampling import GREEDY
 from tests.generation import served
+from tests.unit.test_recurrent_mixers import config as hybrid
 
-FORMATS = [form for form in CacheFormat if form is not CacheFormat.PLAIN]
+FORMATS = [form for form in CacheFormat if form.bits]
 FP32 = np.dtype(np.float32)
 STEPS = {CacheFormat.INT8: 1 / 127, CacheFormat.INT4: 1 / 7, CacheFormat.FP8: 2.0**-3}
 
@@ -101,3 +105,29 @@ def test_pages_and_rows_give_one_text(form, num_drafts):
         for progress in engine.step():
             got[progress.request] += progress.tokens
     assert [got[number] for number in numbers] == want
+
+
+def test_states_in_bf16_take_half_and_entries_stay_plain():
+    config = hybrid("gated_delta")
+    small = dataclasses.replace(execution_on(), cache_format=CacheFormat.BF16_STATES)
+    found, plain = (
+        jax.eval_shape(functools.partial(empty_cache, config, how, batch=1, num_slots=8))
+        for how in (small, execution_on())
+    )
+    changed = {
+        name
+        for one, other in zip(found, plain, strict=True)
+        for name, x in one.arrays.items()
+        if x.dtype != other.arrays[name].dtype
+    }
+    assert changed == {"state"}
+    kept = [x for each in found if isinstance(each, StateCache) for x in each.arrays.values()]
+    held = sum(x.size * x.dtype.itemsize for x in kept)
+    assert held == recurrent_bytes(config, accum=2, compute=4)
+    planned = plan_model(config, name="hybrid")
+    caches = [
+        kv_bytes(planned, batch=1, context=0, cache_format=f) for f in ("bf16-states", "bf16")
+    ]
+    assert caches == [recurrent_bytes(config, accum=each) for each in (2, 4)]
+    with pytest.raises(UnsupportedError, match="none of whose layers has a state"):
+        check_states(CONFIG, CacheFormat.BF16_STATES)

@@ -6,13 +6,16 @@ import functools
 import numpy as np
 import pytest
 
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.model.definition import define_model
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from tests.generation import recomputed
 from tests.unit.test_recurrent_mixers import MIXERS, decoder
+from tests.unit.test_recurrent_mixers import drawn as drawn_parameters
 
 OPTIONS = EngineOptions(
     max_running=3,
@@ -109,6 +112,27 @@ def test_what_states_cannot_have_is_refused():
         Engine(model, options=tight)
     with pytest.raises(UnsupportedError, match="draft model whose layers keep a state"):
         Engine(model, options=dataclasses.replace(OPTIONS, num_drafts=1), draft=model)
+
+
+@pytest.mark.slow
+def test_states_in_bf16_are_half_as_large_and_texts_nearly_the_same():
+    """Requests are preempted to the host, and the engine counts its bytes with theirs."""
+    model = decoder("gated_delta")
+    execution = dataclasses.replace(model.execution, cache_format=CacheFormat.BF16_STATES)
+    definition = define_model(model.config, execution)
+    small = definition.bind(drawn_parameters(definition))
+    options = dataclasses.replace(OPTIONS, preemption=Preemption.HOST)
+    serving, plain = (Engine(each, options=options) for each in (small, model))
+    found, want = drawn(serving), drawn(plain)
+    assert serving.scheduler.num_preemptions > 0
+    assert np.mean(np.array(found) == np.array(want)) > 0.7
+    stored, wide = (
+        [leaf for each in one.runner._state.states for leaf in each.values()]
+        for one in (serving, plain)
+    )
+    sums = [(a, b) for a, b in zip(stored, wide, strict=True) if a.dtype != b.dtype]
+    assert len(sums) == 1
+    assert 2 * sums[0][0].nbytes == sums[0][1].nbytes
 
 
 @pytest.mark.slow

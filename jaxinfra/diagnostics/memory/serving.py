@@ -21,6 +21,7 @@ from jaxinfra.diagnostics.memory.remedies import COUNT, Remedy, Trial, compiled_
 from jaxinfra.diagnostics.memory.report import CACHES, MemoryReport, report_memory
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.model.empty_cache import check_states
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import (
     are_arrays,
@@ -66,6 +67,7 @@ class ServingCase:
     @property
     def form(self) -> ModelDefinition:
         """The model definition as the engine runs it on its mesh, with packed weights on GPUs."""
+        check_states(self.model, self.cache)
         placement = serving_placement(self.model, self.mesh)
         kept: dict[str, Any] = {"policy": self.policy, "cache_format": self.cache}
         execution = execution_on(placement, **kept)

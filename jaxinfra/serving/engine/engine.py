@@ -120,7 +120,9 @@ def _limits(options: EngineOptions, model: Decoder, draft: Decoder | None) -> Sc
         limits,
         page_bytes=sum(page_bytes(*each, limits.page_size) for each in models),
         state_bytes=recurrent_bytes(
-            model.config, accum=policy.accum.itemsize, compute=policy.compute.itemsize
+            model.config,
+            accum=model.execution.state_dtype.itemsize,
+            compute=policy.compute.itemsize,
         ),
     )
 

@@ -135,7 +135,7 @@ def empty_pools(
             page_size=page_size,
             tables_BM=jnp.zeros((1, 1), jnp.int32),
             dtype=execution.policy.compute,
-            form=execution.cache_format,
+            form=execution.cache_format.of_entries,
         )
         pools.append(_placed(cache.arrays, block.mixer, execution))
     return tuple(pools)
@@ -385,7 +385,7 @@ def _cache(
         is_tentative: states stay as they are until the number of tokens that count is known.
     """
     config, execution = part
-    tables_BM, form = jnp.asarray(rows.tables_BM), execution.cache_format
+    tables_BM, form = jnp.asarray(rows.tables_BM), execution.cache_format.of_entries
     caches: list[Cache] = []
     for number, (block, pool) in enumerate(zip(config.blocks, pools, strict=True)):
         spec = block.mixer.cache

@@ -39,6 +39,7 @@ from pallas_kernels.hopper.threads import (
     global_number,
     global_place,
     loaded,
+    packed_pair,
     thread,
     total,
     widened_pair,
@@ -50,6 +51,7 @@ MOST_TOKENS = 16
 _COLUMNS = 64  # of a block
 _FOUR = 4  # columns of a thread
 _SIZE = 4  # bytes of an fp32
+_BF16 = jnp.dtype(jnp.bfloat16)
 _WIDTHS = (32, 64, 128, 256)  # of keys: a thread has a multiple of four of them
 
 
@@ -63,8 +65,8 @@ def unsupported(
         return "log_decay has rates; the kernel takes decays as they are"
     if q_BTNH.shape[1] > MOST_TOKENS:
         return f"{q_BTNH.shape[1]} tokens of a row; the kernel takes {MOST_TOKENS}"
-    if states_SMHV.dtype != jnp.float32:
-        return f"states are {states_SMHV.dtype}; the kernel's are float32"
+    if states_SMHV.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"states are {states_SMHV.dtype}; the kernel's are float32 or bfloat16"
     if q_BTNH.shape[3] not in _WIDTHS or v_BTMV.shape[3] % _COLUMNS:
         return (
             f"heads of {q_BTNH.shape[3]} and {v_BTMV.shape[3]}; the kernel has keys of "
@@ -90,6 +92,7 @@ def in_slots(
         num_keys=num_keys, num_values=num_values, width=width, value_width=value_width,
         length=length, has_beta=beta_BTM is not None, by_channel=log_decay.ndim == 4,
         is_bf16=v_BTMV.dtype == jnp.bfloat16,
+        size=states_SMHV.dtype.itemsize,
     )  # fmt: skip
     operands = {"q": q_BTNH, "k": k_BTNH, "v": v_BTMV}
     if not kernel.is_bf16:
@@ -127,6 +130,7 @@ class _InSlots:
     has_beta: bool
     by_channel: bool
     is_bf16: bool  # q, k and v
+    size: int  # bytes of a state's number: of fp32, or of bf16
 
     @property
     def keys(self) -> int:
@@ -167,10 +171,11 @@ class _InSlots:
     def places(self, states: Any, tile: Any, part: Any) -> list[Any]:
         """Addresses of a thread's four columns of each of its keys."""
         group, column = self.group()
-        start = global_place(states, tile, self.width * self.value_width * _SIZE)
+        start = global_place(states, tile, self.width * self.value_width * self.size)
         at = total((group, self.keys * self.value_width), (part, _COLUMNS), (column, _FOUR))
-        first = _beyond(start, at)
-        return [_beyond(first, constant(key * self.value_width)) for key in range(self.keys)]
+        first = global_place(Address(start), at, self.size)
+        offsets = [constant(key * self.value_width) for key in range(self.keys)]
+        return [global_place(Address(first), each, self.size) for each in offsets]
 
     def group(self) -> tuple[Any, Any]:
         """A thread's group of keys, and its place among the threads that share the columns."""
@@ -180,12 +185,16 @@ class _InSlots:
     def load(self, states, tile, part) -> jax.Array:
         """Loads a thread's part of a state."""
 
+        count = self.size  # words of four numbers
+        instruction = f"ld.global.L1::no_allocate.v{count}.b32"
+
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *_splats(2)), return_type=self.state.array)
         def read(_, states, *at):
             found = []
             for place in self.places(states, *map(_scalar, at)):
-                found += loaded("ld.global.L1::no_allocate.v4.b32", place, _FOUR, kind="l")
-            return self.state.wrap([_as_number(x) for x in found])
+                for word in loaded(instruction, place, count, kind="l"):
+                    found += [_as_number(word)] if count == _FOUR else widened_pair(word, _BF16)
+            return self.state.wrap(found)
 
         return read(states, *map(_splat, (tile, part)))
 
@@ -196,7 +205,8 @@ class _InSlots:
         def write(_, state, states, *at):
             numbers = self.state.registers(state)
             for i, place in enumerate(self.places(states, *map(_scalar, at))):
-                _store_four("st.global", place, numbers[_FOUR * i : _FOUR * (i + 1)])
+                store = _store_four if self.size == _SIZE else _store_halves
+                store("st.global", place, numbers[_FOUR * i : _FOUR * (i + 1)])
 
         write(state, states, *map(_splat, (tile, part)))
 
@@ -270,9 +280,8 @@ class _InSlots:
         """Loads four numbers of q, k or v, from number ``at`` on."""
         if not self.is_bf16:
             return _four(ref, at)
-        place, bf16 = global_place(ref, at, 2), jnp.dtype(jnp.bfloat16)
-        words = loaded("ld.global.nc.v2.b32", place, 2, kind="l")
-        return [x for word in words for x in widened_pair(word, bf16)]
+        words = loaded("ld.global.nc.v2.b32", global_place(ref, at, 2), 2, kind="l")
+        return [x for word in words for x in widened_pair(word, _BF16)]
 
     def summed(self, found: list[Any], sums: Any, odd: Any) -> list[Any]:
         """Adds numbers of the threads that share columns."""
@@ -334,11 +343,6 @@ def _dot(xs: list[Any], ys: list[Any]) -> Any:
     return functools.reduce(lambda sum_, pair: fused(*pair, sum_), pairs[1:], _times(*pairs[0]))
 
 
-def _beyond(place: Any, at: Any) -> Any:
-    """Address of fp32 number ``at`` (i32) behind a 64-bit address."""
-    return global_place(Address(place), at, _SIZE)
-
-
 def _four(ref: Any, at: Any) -> list[Any]:
     """Loads four numbers that the kernel does not write, from number ``at`` on."""
     place = global_place(ref, at, _SIZE)
@@ -355,3 +359,10 @@ def _store_four(
     """Stores four numbers; ``kind`` is that of the address, as in ``loaded``."""
     text = f"{instruction}.v4.f32 [$0+{offset}], {{$1,$2,$3,$4}};"
     assembly(None, [place, *numbers], text, f"{kind},f,f,f,f,~{{memory}}", pure=False)
+
+
+def _store_halves(instruction: str, place: Any, numbers: list[Any]) -> None:
+    """Stores four numbers as bf16, rounded to nearest."""
+    words = [packed_pair(numbers[at : at + 2], _BF16) for at in (0, 2)]
+    text = f"{instruction}.v2.b32 [$0], {{$1,$2}};"
+    assembly(None, [place, *words], text, "l,r,r,~{memory}", pure=False)
