@@ -74,8 +74,6 @@ def _read(
     keys.require("q_lora_rank", "n_shared_experts")
     keys.ignore(*_IGNORED)
     keys.expect("moe_layer_freq", (1,), "every layer after the dense ones routes")
-    heads = keys.integer("num_attention_heads")
-    keys.expect("num_key_value_heads", (heads, None), "every head has a key and a value here")
     nope_dim, rope_dim = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
     keys.expect("qk_head_dim", (nope_dim + rope_dim, None), "it is the sum of its parts")
     scaling = keys.mapping("rope_parameters") or keys.mapping("rope_scaling") or {}
@@ -83,15 +81,9 @@ def _read(
     keys.expect("head_dim", (rope_dim, None), "of a head, qk_rope_head_dim elements are rotated")
 
     def latent(rope: RopeConfig) -> LatentAttentionConfig:
-        return LatentAttentionConfig(
-            num_q_heads=heads,
-            query_rank=keys.integer("q_lora_rank", None),
-            kv_rank=keys.integer("kv_lora_rank"),
-            nope_dim=nope_dim,
-            rope_dim=rope_dim,
-            value_dim=keys.integer("v_head_dim"),
+        return read_latent(
+            keys,
             rope=dataclasses.replace(rope, pairs=pairs),
-            norm=_LATENT_NORM,
             bias=keys.flag("attention_bias", False),
             scale=_scale(rope, nope_dim + rope_dim, scaling.get("mscale_all_dim")),
         )
@@ -100,6 +92,34 @@ def _read(
     return read_experts_after_dense(
         keys, dense, routing, dense_by_default=dense_by_default, shared_by_default=0
     )
+
+
+def read_latent(keys: Keys, *, rope: RopeConfig | None, **fields: Any) -> LatentAttentionConfig:
+    """Reads the sizes of latent attention; ``fields`` are the others of its config."""
+    heads = keys.integer("num_attention_heads")
+    keys.expect("num_key_value_heads", (heads, None), "every head has a key and a value here")
+    return LatentAttentionConfig(
+        num_q_heads=heads,
+        query_rank=keys.integer("q_lora_rank", None),
+        kv_rank=keys.integer("kv_lora_rank"),
+        nope_dim=keys.integer("qk_nope_head_dim"),
+        rope_dim=keys.integer("qk_rope_head_dim"),
+        value_dim=keys.integer("v_head_dim"),
+        rope=rope,
+        norm=_LATENT_NORM,
+        **fields,
+    )
+
+
+def latent_keys(latent: LatentAttentionConfig) -> dict[str, Any]:
+    """Writes the sizes of latent attention, but for its heads; inverse of ``read_latent``."""
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+    }
 
 
 def _scale(rope: RopeConfig, head_dim: int, all_dim: float | None) -> float | None:
@@ -150,11 +170,7 @@ def _keys(config: ModelConfig) -> dict[str, Any]:
         keys["rope_scaling"] = (keys["rope_scaling"] or {}) | {"mscale_all_dim": _all_dim(latent)}
     return keys | {
         "head_dim": latent.rope_dim,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
+        **latent_keys(latent),
         "attention_bias": latent.bias,
         **expert_keys(config, experts),
         "num_nextn_predict_layers": int(config.mtp),

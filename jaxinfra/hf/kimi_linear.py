@@ -17,6 +17,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
 from jaxinfra.errors import ConfigError
+from jaxinfra.hf.deepseek import latent_keys, read_latent
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.shared import FULL, LINEAR, model_keys, model_of, routes, state_types
 from jaxinfra.hf.sparse import read_sigmoid_routing
@@ -33,7 +34,6 @@ from jaxinfra.hf.weights import (
     rule,
 )
 
-_LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
 _NAMES = {
     "max_position_embeddings": "model_max_length",
     "norm_topk_prob": "moe_renormalize",
@@ -59,7 +59,7 @@ def read_kimi_linear(keys: Keys) -> ModelConfig:
     linear = dict(keys.mapping("linear_attn_config") or {})
     types = _types(keys, linear)
     stream = NormConfig(epsilon=keys.number("rms_norm_eps"))
-    mixers = {LINEAR: _delta(keys, linear, stream.epsilon), FULL: _latent(keys)}
+    mixers = {LINEAR: _delta(keys, linear, stream.epsilon), FULL: read_latent(keys, rope=None)}
     feeds = _feed_forwards(keys)
     blocks = [
         BlockConfig(mixer=mixers[each], feed_forward=feed, norm=stream)
@@ -105,21 +105,6 @@ def _delta(keys: Keys, linear: Mapping[str, Any], epsilon: float) -> GatedDeltaC
     )
 
 
-def _latent(keys: Keys) -> LatentAttentionConfig:
-    heads = keys.integer("num_attention_heads")
-    keys.expect("num_key_value_heads", (heads, None), "every head has a key and a value here")
-    return LatentAttentionConfig(
-        num_q_heads=heads,
-        query_rank=keys.integer("q_lora_rank", None),
-        kv_rank=keys.integer("kv_lora_rank"),
-        nope_dim=keys.integer("qk_nope_head_dim"),
-        rope_dim=keys.integer("qk_rope_head_dim"),
-        value_dim=keys.integer("v_head_dim"),
-        rope=None,
-        norm=_LATENT_NORM,
-    )
-
-
 def _feed_forwards(keys: Keys) -> list[MlpConfig | ExpertsConfig]:
     """Reads each layer's feed-forward layer: dense ones first, or as ``mlp_layer_types`` says."""
     num_layers, width = keys.integer("num_hidden_layers"), keys.integer("moe_intermediate_size")
@@ -157,11 +142,7 @@ def write_kimi_linear(config: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": routed.hidden_dim,
         "num_attention_heads": latent.num_q_heads,
         "num_key_value_heads": latent.num_q_heads,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
+        **latent_keys(latent),
         "layer_types": [
             LINEAR if isinstance(b.mixer, GatedDeltaConfig) else FULL for b in config.layers
         ],

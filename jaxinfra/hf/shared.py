@@ -268,18 +268,15 @@ def as_attending[M](config: ModelConfig, kind: type[M]) -> tuple[ModelConfig, M]
     return with_mixers(config, [attention] * config.num_layers), others[0]
 
 
-def state_types(
-    keys: Keys, default: Sequence[str], *, state: str = LINEAR, older: Mapping[str, str] = _OLDER
-) -> tuple[str, ...]:
+def state_types(keys: Keys, default: Sequence[str], *, state: str = LINEAR) -> tuple[str, ...]:
     """Reads which layers have a state and which attend: ``layer_types``, or ``layers_block_type``.
 
     Args:
         default: types where the config names none.
         state: name of layers with a state.
-        older: names of releases before, and what they are called now.
     """
     named = keys.sequence("layers_block_type", default)
-    types = tuple(older.get(each, each) for each in keys.sequence("layer_types", named))
+    types = tuple(_OLDER.get(each, each) for each in keys.sequence("layer_types", named))
     unknown = sorted({str(each) for each in types if each not in (state, FULL)})
     if unknown:
         raise ConfigError(
