@@ -129,12 +129,6 @@ class MeshConfig:
         """
         return dataclasses.replace(self, fsdp=factor * self.fsdp)
 
-    def with_finer_matmuls(self, factor: int) -> "MeshConfig":
-        """Returns the mesh with ``factor`` times as many devices, which shard a served model's
-        weights and KV cache further.
-        """
-        return dataclasses.replace(self, tensor=factor * self.tensor)
-
 
 @functools.lru_cache(maxsize=1 << 14)  # a search asks for each mesh again and again
 def shared_by_experts(

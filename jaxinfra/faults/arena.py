@@ -128,14 +128,12 @@ class RunningJob:
             f"step {step}",
         )
 
-    def wait_until(
-        self, condition: Callable[[], bool], what: str, *, within_s: float = _TIMEOUT_S
-    ) -> None:
-        """Waits until a condition holds; ``what`` names it in the error after ``within_s``."""
-        deadline = time.monotonic() + within_s
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits until a condition holds; ``what`` names it in the error if it takes too long."""
+        deadline = time.monotonic() + _TIMEOUT_S
         while not condition():
             require(self.process.poll() is None, f"it ended before {what}: {self.said()[-2000:]}")
-            require(time.monotonic() < deadline, f"no {what} in {within_s:g} s")
+            require(time.monotonic() < deadline, f"no {what} in {_TIMEOUT_S:g} s")
             time.sleep(0.02)
 
     def end(self) -> Ended:

@@ -114,7 +114,7 @@ def other_shape(arena: Arena) -> str:
     _stop_at(arena, "f18", arena.settings(processes=4), call=4, processes=4)
     first = max(saved_steps(run))
     on_one = state_sums(run, first)
-    resharded = _sums_on_eight(arena, run, first)
+    resharded = _sums_on_eight(run, first)
     require(resharded == on_one, "on 8 devices a checkpoint is not what it is on one")
     _stop_at(arena, "f18", ["--resume", "--mesh", "fsdp=2"], call=4, processes=2)
     second = max(saved_steps(run))
@@ -139,7 +139,7 @@ def other_shape(arena: Arena) -> str:
     )
 
 
-def _sums_on_eight(arena: Arena, run: Path, step: int) -> dict[str, str]:
+def _sums_on_eight(run: Path, step: int) -> dict[str, str]:
     """Returns ``state_sums`` of the state on 8 devices."""
     program = (
         "import json, sys; from pathlib import Path; from jaxinfra.config.mesh import MeshConfig;"

@@ -246,7 +246,7 @@ def _changes_of(
     if case.policy == POLICIES[PolicyName.FP32] and not in_few_bits:
         smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16], weights=None)
         yield ("--policy", "bf16"), smaller
-    mesh = case.mesh.with_finer_matmuls(2)
+    mesh = dataclasses.replace(case.mesh, tensor=2 * case.mesh.tensor)
     if mesh.num_devices <= jax.local_device_count():
         yield ("--mesh", mesh.option), dataclasses.replace(case, mesh=mesh)
     if engine.num_pages is None and engine.max_running > 1:
