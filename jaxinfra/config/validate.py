@@ -213,13 +213,18 @@ def _refused_meshes(run: RunConfig) -> Iterator[str]:
     rl, mesh = run.rl, run.mesh
     assert rl is not None
     engine = rl.mesh_of_engine(mesh)
-    for name, sizes in (("mesh", mesh.sizes()), ("rl.engine_mesh", engine.sizes())):
-        for axis in (MeshAxis.PIPE, MeshAxis.CONTEXT):
-            if sizes[axis] > 1:
-                yield (
-                    f"rl with {name} {axis}={sizes[axis]}: completions are rows of replica, fsdp "
-                    "and tensor; give these the devices"
-                )
+    sizes, of_engine = mesh.sizes(), engine.sizes()
+    refused = [("mesh", MeshAxis.CONTEXT, sizes[MeshAxis.CONTEXT])]
+    refused += [
+        ("rl.engine_mesh", axis, of_engine[axis]) for axis in (MeshAxis.PIPE, MeshAxis.CONTEXT)
+    ]
+    for name, axis, size in refused:
+        if size > 1:
+            yield (
+                f"rl with {name} {axis}={size}: completions are rows of replica, fsdp and tensor; "
+                "give these the devices. Without rl.engine_mesh it is the mesh of training, which "
+                "may have pipe"
+            )
     is_own = rl.engine_devices is EngineDevices.OWN
     if not is_own and engine.num_devices != mesh.num_devices:
         yield (

@@ -420,7 +420,11 @@ def _gradient(config: RunConfig, model: ModelDefinition, placement: Placement) -
     training = config.training
     if config.mesh.num_stages > 1:
         return make_pipeline_gradient(
-            model, training=training, pipeline=config.pipeline, placement=placement
+            model,
+            training=training,
+            pipeline=config.pipeline,
+            placement=placement,
+            rl=config.rl,
         )
     return AccumulatedGradient(
         model,

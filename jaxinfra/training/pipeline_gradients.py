@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from jaxinfra.config.pipeline import PipelineConfig
+from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import ModelDefinition, Parameters, merged
@@ -39,6 +40,8 @@ from jaxinfra.parallel.pipeline.slices import (
 from jaxinfra.parallel.pipeline.tick_program import TickProgram, make_tick_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
+from jaxinfra.training.policy import policy_sums
+from jaxinfra.training.preferences import target_values
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +73,7 @@ def make_pipeline_gradient(
     training: TrainingConfig,
     pipeline: PipelineConfig,
     placement: Placement,
+    rl: RlConfig | None = None,
 ) -> "PipelineGradient":
     """Makes the pipeline's schedule of stages and the gradient function that runs it."""
     schedule = make_schedule(
@@ -84,6 +88,7 @@ def make_pipeline_gradient(
         model,
         training=training,
         placement=placement,
+        rl=rl,
         schedule=schedule,
         program=make_tick_program(schedule),
         layer_indices=padded_layer_indices(repeats, schedule.num_positions),
@@ -104,6 +109,7 @@ class PipelineGradient(GradientFunction):
     """
 
     placement: Placement
+    rl: RlConfig | None  # policy loss, if batches have completions that the model sampled
     schedule: Schedule
     program: TickProgram  # of the schedule
     layer_indices: np.ndarray  # of each slot of the stages, from ``padded_layer_indices``
@@ -127,7 +133,9 @@ class PipelineGradient(GradientFunction):
             self._stage,
             mesh=placement.mesh,
             in_specs=(by_stage, whole, whole),
-            out_specs=PipelineResult(loss=whole, d_layers=by_stage, d_shared=whole, sums=by_stage),
+            out_specs=PipelineResult(
+                reported=whole, d_layers=by_stage, d_shared=whole, sums=by_stage
+            ),
             axis_names={STAGES},
             # Every stage has gradients of its own, in branches that others do not take: no sum over
             # stages may be put there, as tracking what differs between them would.
@@ -142,10 +150,11 @@ class PipelineGradient(GradientFunction):
             d_blocks, (emitted, sums) = unpad_layers((d_blocks, small), layer_indices)
         gradients = {name: result.d_shared.weights.get(name, d_blocks) for name in parameters}
         return Gradients(
-            loss=result.loss,
+            loss=result.reported["loss"],
             gradients=jax.lax.with_sharding_constraint(gradients, shardings),
             sums=sums,
             state=result.d_shared.state | ({"blocks": emitted} if emitted else {}),
+            figures=result.reported["figures"],
         )
 
     def _micro_batches(
@@ -238,16 +247,18 @@ class PipelineGradient(GradientFunction):
     def head(self, shared: Arrays, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
         """Computes a micro-batch's loss from the last layer's output."""
         tree = merged(*shared)
-        sums = hidden_loss(
-            self.model,
-            tree,
-            self.model.bind(tree).normalized(x_BTD),
-            micro.batch,
-            z_loss=self.training.z_loss,
-            label_smoothing=self.training.label_smoothing,
-            loss=None,
-        )
-        return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
+        model, batch, training = self.model, micro.batch, self.training
+        hidden_BTD = model.bind(tree).normalized(x_BTD)
+        if self.rl is not None:
+            each_BT = target_values(model, tree, hidden_BTD, batch.targets)
+            policy = policy_sums(each_BT, batch, self.rl)
+            objective, loss, figures = policy.loss, policy.loss, policy.figures
+        else:
+            options = {"z_loss": training.z_loss, "label_smoothing": training.label_smoothing}
+            sums = hidden_loss(model, tree, hidden_BTD, batch, loss=None, **options)
+            objective, loss, figures = sums.total, sums.nll, {}
+        reported = {"loss": loss * micro.weight, "figures": figures}
+        return HeadSums(objective=objective * micro.scale, reported=reported)
 
     def _keys(self, micro: _Micro) -> tuple[jax.Array | None, jax.Array | None]:
         """Dropout keys as ``Decoder`` derives them, for equal masks."""

@@ -1,6 +1,7 @@
 """Reinforcement learning on several devices: meshes, weights that move between them, and memory."""
 
 import dataclasses
+import functools
 import gc
 import json
 
@@ -13,6 +14,7 @@ import jaxinfra
 from jaxinfra.config import codec
 from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import RunConfig
+from jaxinfra.data.batch import Batch, Rollout
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.memory.rollouts import rollout_memory
 from jaxinfra.errors import ConfigError
@@ -100,6 +102,10 @@ def test_an_engine_on_another_mesh_samples_what_one_device_does(four_devices):
         ("mesh.fsdp=2 mesh.tensor=2", {"kl": 0.05}),
         ("mesh.fsdp=2", OWN),
         ("mesh.fsdp=4 precision.numerics=exact", {"engine_mesh": "replica=2,tensor=2"}),
+        (
+            "mesh.fsdp=2 mesh.pipe=2 training.accumulation=2 precision.numerics=exact",
+            {"engine_mesh": "fsdp=4", "kl": 0.05},
+        ),
         ("mesh.fsdp=2 mesh.tensor=2 precision.numerics=exact", {"engine_mesh": "fsdp=4"}),
     ],
 )
@@ -115,6 +121,34 @@ def test_runs_learn_on_several_devices(four_devices, tmp_path, mesh, rl):
         assert {each["rl/engine_difference_max"] for each in records} == {0.0}
     assert records[0]["rl/engine_difference_max"] < 1e-5
     assert {each.get("rl/lag") for each in records} == ({0, 1} if "overlap" in rl else {None})
+
+
+@pytest.mark.slow
+def test_a_pipeline_has_the_gradients_and_figures_of_one_device(four_devices):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 256, (8, 17))
+    given = {name: rng.normal(-5.0, 0.3, (8, 16)) for name in ("old", "importance", "advantages")}
+    given = {name: x.astype(np.float32) for name, x in given.items()}
+    counted = (np.arange(16) > 4)[None].repeat(8, axis=0).astype(np.float32)
+    batch = Batch(
+        tokens=ids[:, :-1].astype(np.int32),
+        targets=ids[:, 1:].astype(np.int32),
+        segment_ids=None,
+        positions=None,
+        weights=counted,
+        rollout=Rollout(share=counted, **given),
+    )
+    found = []
+    for mesh in ("", "mesh.fsdp=2 mesh.pipe=2 training.accumulation=4"):
+        job = make_job(config_of(mesh, **({"engine_mesh": "fsdp=4"} if mesh else {})))
+        state, key = job.initialize(), jax.random.key(0)
+        run = jax.jit(functools.partial(job.gradient, key=key, loss_scale=jax.numpy.ones(())))
+        found.append(run(state.parameters, state.model_state, job.put(batch)))
+    one, stages = found
+    assert one.figures.keys() == stages.figures.keys() >= {"entropy", "ratio", "clipped_low"}
+    compared = [(each.loss, each.figures, each.gradients) for each in (stages, one)]
+    for new, old in zip(*map(jax.tree.leaves, compared), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-5 * float(abs(old).max()))
 
 
 def test_devices_that_are_not_there_are_named(four_devices):

@@ -30,7 +30,7 @@ class HeadSums(NamedTuple):
     """The loss of one micro-batch, as fp32 scalars."""
 
     objective: jax.Array  # the value to differentiate
-    loss: jax.Array  # the value to report
+    reported: Tree  # the values to report, which are summed over micro-batches
 
 
 class Arrays(NamedTuple):
@@ -75,7 +75,7 @@ class PipelineResult:
     ``d_layers`` and ``sums`` are sharded over stages like the layers; the others are replicated.
     """
 
-    loss: jax.Array  # summed over micro-batches
+    reported: Tree  # of the head, summed over micro-batches
     d_layers: Arrays  # gradients of the summed objectives
     d_shared: Arrays
     sums: Tree  # of every layer
@@ -103,7 +103,7 @@ class _State(NamedTuple):
     d_layers: Arrays
     d_shared: Arrays
     sums: Tree
-    loss: jax.Array
+    reported: Tree
 
 
 def run_pipeline(
@@ -140,9 +140,11 @@ def run_pipeline(
     rows = jax.tree.map(lambda table: jnp.take(table, stage, axis=-1), _rows(program))
     carry = run.empty_inbox(), run.empty_state()
     (_, end), _ = jax.lax.scan(tick, carry, (rows, jnp.asarray(program.exchange)))
-    loss, d_weights = jax.lax.psum((end.loss, end.d_shared.weights), axis)
+    reported, d_weights = jax.lax.psum((end.reported, end.d_shared.weights), axis)
     d_shared = Arrays(d_weights, jax.lax.pmax(end.d_shared.state, axis))
-    return PipelineResult(loss=loss, d_layers=end.d_layers, d_shared=d_shared, sums=end.sums)
+    return PipelineResult(
+        reported=reported, d_layers=end.d_layers, d_shared=d_shared, sums=end.sums
+    )
 
 
 def _rows(program: TickProgram) -> _Row:
@@ -197,6 +199,7 @@ class _Run:
         self._last = program.schedule.num_positions - 1
         micro = self._micro(jnp.int32(0))
         self._x = functions.embed(shared, micro)
+        self._reported = jax.eval_shape(functions.head, shared, self._x, micro).reported
         context = functions.layer_context(functions.context(micro), jnp.int32(0))
         self._parts = LayerParts(functions.layer, _entry(layers, jnp.int32(0)), context, self._x)
 
@@ -246,7 +249,7 @@ class _Run:
                     parts.sums,
                 )
             ),
-            loss=jnp.zeros(()),
+            reported=jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), self._reported),
         )
 
     def _micro(self, index: jax.Array) -> Tree:
@@ -279,20 +282,20 @@ class _Run:
         y, saved, sums = jax.lax.fori_loop(0, self._layers, layer, carry)
         state = state._replace(saved=saved, sums=sums)
 
-        def head(carry: tuple[jax.Array, Arrays, jax.Array]):
-            y, d_shared, loss = carry
+        def head(carry: tuple[jax.Array, Arrays, Tree]):
+            y, d_shared, reported = carry
 
             def objective(shared: Arrays, y: jax.Array) -> HeadSums:
                 return functions.head(shared, y, micro)
 
             gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-            (_, own_loss), (d_own, dy) = gradient(self._shared, y)
-            return dy, _both(d_shared, d_own), loss + own_loss
+            (_, own), (d_own, dy) = gradient(self._shared, y)
+            return dy, _both(d_shared, d_own), jax.tree.map(jnp.add, reported, own)
 
-        out, d_shared, loss = _when(
-            row.position == self._last, head, (y, state.d_shared, state.loss)
+        out, d_shared, reported = _when(
+            row.position == self._last, head, (y, state.d_shared, state.reported)
         )
-        return out, state._replace(d_shared=d_shared, loss=loss)
+        return out, state._replace(d_shared=d_shared, reported=reported)
 
     def _backward(
         self, row: _Row, given: jax.Array, state: _State, *, splits: bool
