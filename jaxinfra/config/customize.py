@@ -95,11 +95,7 @@ def _own_blocks(
         feeding = feed_forward or block.feed_forward
         return dataclasses.replace(block, mixer=mixing, feed_forward=feeding, norm=normed)
 
-    stacks = tuple(
-        dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern)))
-        for stack in model.stacks
-    )
-    return dataclasses.replace(model, stacks=stacks)
+    return model.with_blocks(changed)
 
 
 def _own_optimizer(

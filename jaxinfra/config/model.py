@@ -1,6 +1,7 @@
 """The shape of a decoder-only model: sizes and kinds of every layer."""
 
 import dataclasses
+from collections.abc import Callable
 
 from jaxinfra import axes
 from jaxinfra.config.cache import CachedArray, CacheSpec
@@ -575,6 +576,13 @@ class ModelConfig:
         return dataclasses.replace(
             self, stacks=stacked(*self.stacks[0].pattern, num_layers=num_layers)
         )
+
+    def with_blocks(self, change: Callable[[BlockConfig], BlockConfig]) -> "ModelConfig":
+        """Returns the model with each of its blocks changed by a function."""
+        changed = (tuple(map(change, each.pattern)) for each in self.stacks)
+        stacks = zip(self.stacks, changed, strict=True)
+        new = tuple(dataclasses.replace(each, pattern=pattern) for each, pattern in stacks)
+        return dataclasses.replace(self, stacks=new)
 
     @property
     def layer_positions(self) -> tuple[tuple[int, int], ...]:

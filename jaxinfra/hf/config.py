@@ -168,14 +168,7 @@ def computed(config: ModelConfig) -> ModelConfig:
         plain = dataclasses.replace(experts, balance=BalanceConfig())
         return dataclasses.replace(each, feed_forward=plain)
 
-    return dataclasses.replace(
-        config,
-        stacks=tuple(
-            dataclasses.replace(stack, pattern=tuple(map(block, stack.pattern)))
-            for stack in config.stacks
-        ),
-        mtp_weight=_MTP_WEIGHT,
-    )
+    return dataclasses.replace(config.with_blocks(block), mtp_weight=_MTP_WEIGHT)
 
 
 def _scored_keys(name: str) -> dict[str, Any]:

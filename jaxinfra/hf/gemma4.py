@@ -106,11 +106,7 @@ def _beside_experts(config: ModelConfig, keys: Keys, kind_of_norm: NormConfig) -
         )
         return dataclasses.replace(block, feed_forward=experts)
 
-    stacks = tuple(
-        dataclasses.replace(each, pattern=tuple(map(routed, each.pattern)))
-        for each in config.stacks
-    )
-    return dataclasses.replace(config, stacks=stacks)
+    return config.with_blocks(routed)
 
 
 def sharing(

@@ -277,11 +277,7 @@ def without_alpha(config: ModelConfig) -> ModelConfig:
         plain = dataclasses.replace(mixer.rope, scaling=None)
         return dataclasses.replace(block, mixer=dataclasses.replace(mixer, rope=plain))
 
-    stacks = tuple(
-        dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern)))
-        for stack in config.stacks
-    )
-    return dataclasses.replace(config, stacks=stacks)
+    return config.with_blocks(changed)
 
 
 def hunyuan_keys(config: ModelConfig, keys: dict[str, Any]) -> dict[str, Any]:
