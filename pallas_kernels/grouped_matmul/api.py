@@ -233,13 +233,9 @@ def scaled_grouped_matmul(
     )
     sizes = group_sizes if chosen == "hopper" else _counts_within(group_sizes, a.shape[0])
     operands = vary_alike((*arrays, sizes))
-    match chosen:
-        case "reference":
-            return scaled_grouped_matmul_reference(*operands).astype(out_dtype)
-        case "hopper":
-            return hopper.scaled_product(*operands, out_dtype=out_dtype)
-        case _:
-            return xla.scaled_product(*operands, out_dtype=out_dtype)
+    if chosen == "reference":
+        return scaled_grouped_matmul_reference(*operands).astype(out_dtype)
+    return IMPLEMENTATIONS[chosen].scaled_product(*operands, out_dtype=out_dtype)
 
 
 def _check_operands(
