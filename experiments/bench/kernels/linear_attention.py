@@ -1,4 +1,4 @@
-"""The gated delta rule on a Hopper GPU: forward, gradient and a decode step, beside XLA's chunks.
+"""Linear attention on a Hopper GPU: forward, gradient and a decode step, beside XLA's chunks.
 
 python -m experiments.bench.kernels.linear_attention \\
     --out experiments/results/linear-attention-h200.json
@@ -34,20 +34,25 @@ CHECKED = (1, 1024)
 type Arrays = dict[str, jax.Array]
 
 
-def inputs(batch: int, length: int) -> Arrays:
-    """Keys of length 1, weak and strong decays, a state."""
+def inputs(batch: int, length: int, kind: str = "delta") -> Arrays:
+    """Keys of length 1, weak and strong decays, a state.
+
+    Args:
+        kind: "delta", "channels" (a decay per channel of the keys) or "space" (without a beta).
+    """
     keys = jax.random.split(jax.random.key(0), 6)
     heads = (batch, length, VALUE_HEADS)
     q, k = jax.random.normal(keys[0], (2, batch, length, KEY_HEADS, WIDTH))
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = jax.random.normal(keys[1], (*heads, WIDTH))
     q, k, v = (x.astype(jnp.bfloat16) for x in (q * WIDTH**-0.5, k, v))
-    return {
+    decays = (*heads, WIDTH) if kind == "channels" else heads
+    beta = {"beta": jax.random.uniform(keys[3], heads, minval=0.1)}
+    return ({} if kind == "space" else beta) | {
         "q": q,
         "k": k,
         "v": v,
-        "log_decay": -jnp.exp(1.5 * jax.random.normal(keys[2], heads) - 2.0),
-        "beta": jax.random.uniform(keys[3], heads, minval=0.1),
+        "log_decay": -jnp.exp(1.5 * jax.random.normal(keys[2], decays) - 2.0),
         "state": jax.random.normal(keys[4], (batch, VALUE_HEADS, WIDTH, WIDTH)),
     }
 
@@ -97,8 +102,8 @@ def cotangents_of(given: Arrays) -> tuple[jax.Array, jax.Array]:
     return noise, jnp.roll(given["state"], 1, axis=1)
 
 
-def arguments(shape: tuple[int, int], is_gradient: bool) -> tuple[Any, ...]:
-    given = inputs(*shape)
+def arguments(shape: tuple[int, int], is_gradient: bool, kind: str = "delta") -> tuple[Any, ...]:
+    given = inputs(*shape, kind)
     return (given, cotangents_of(given)) if is_gradient else (given,)
 
 
@@ -109,23 +114,28 @@ class Programs:
         self.pool = ThreadPoolExecutor(8)
         self.compiled: dict[tuple, Future[jax.stages.Compiled]] = {}
 
-    def add(self, which: str, shape: tuple[int, int], is_gradient: bool) -> None:
+    def add(
+        self, which: str, shape: tuple[int, int], is_gradient: bool, kind: str = "delta"
+    ) -> None:
         """Starts to compile; ``which`` is an implementation or "formula"."""
         f: Callable = (formula, formula_gradient)[is_gradient]
         if which != "formula":
             f = functools.partial((forward, backward)[is_gradient], implementation=which)
-        shapes = jax.eval_shape(functools.partial(arguments, shape, is_gradient))
-        self.compiled[which, shape, is_gradient] = self.pool.submit(compiled, f, *shapes)
+        shapes = jax.eval_shape(functools.partial(arguments, shape, is_gradient, kind))
+        self.compiled[which, shape, is_gradient, kind] = self.pool.submit(compiled, f, *shapes)
 
     def run(self, which: str, shape: tuple[int, int], is_gradient: bool) -> Any:
         """A program's result of the shape's arrays."""
-        program = self.compiled[which, shape, is_gradient].result()
+        program = self.compiled[which, shape, is_gradient, "delta"].result()
         return program(*arguments(shape, is_gradient))
 
-    def timed(self, which: str, shape: tuple[int, int], is_gradient: bool, rounds: int) -> dict:
+    def timed(
+        self, which: str, shape: tuple[int, int], is_gradient: bool, kind: str = "delta"
+    ) -> dict:
         """Time of a program and of its kernels."""
-        program = self.compiled[which, shape, is_gradient].result()
-        return kernels(program, *arguments(shape, is_gradient), rounds=rounds)
+        program = self.compiled[which, shape, is_gradient, kind].result()
+        rounds = 5 if which == "hopper" else 1
+        return kernels(program, *arguments(shape, is_gradient, kind), rounds=rounds)
 
     def errors(self, which: str) -> dict[str, float]:
         """Relative errors of outputs, state and gradients."""
@@ -137,11 +147,7 @@ class Programs:
 
 def decode_step(kind: str, length: int) -> dict[str, Any]:
     """A few tokens of each of 64 rows: the kernel's rate over the states, beside a copy's."""
-    given = inputs(ROWS, length)
-    if kind == "space":
-        del given["beta"]
-    if kind == "channels":
-        given["log_decay"] = jnp.repeat(given["log_decay"][..., None], WIDTH, axis=-1)
+    given = inputs(ROWS, length, kind)
     states, slots = given.pop("state"), jnp.arange(ROWS)
     step = jax.jit(
         functools.partial(linear_attention_in_slots, read=slots, written=slots),
@@ -173,13 +179,21 @@ def main() -> None:
             programs.add(which, CHECKED, is_gradient)
         for which, name in measured:
             programs.add(which, SHAPES[name], is_gradient)
+    # The gradient of decays per channel is XLA's.
+    others = [("channels", name, False) for name in SHAPES]
+    others += [("space", "1 x 8192", False), ("space", "1 x 8192", True)]
+    for kind, name, is_gradient in others:
+        programs.add("hopper", SHAPES[name], is_gradient, kind)
     for which in ("hopper", "xla"):
         table.add(f"error: {which}", functools.partial(programs.errors, which))
-    for is_gradient, kind in ((False, "forward"), (True, "backward")):
+    passes = ("forward", "backward")
+    for is_gradient in (False, True):
         for which, name in measured:
-            rounds = 5 if which == "hopper" else 1
-            call = functools.partial(programs.timed, which, SHAPES[name], is_gradient, rounds)
-            table.add(f"{kind}: {which}, {name}", call)
+            call = functools.partial(programs.timed, which, SHAPES[name], is_gradient)
+            table.add(f"{passes[is_gradient]}: {which}, {name}", call)
+    for kind, name, is_gradient in others:
+        call = functools.partial(programs.timed, "hopper", SHAPES[name], is_gradient, kind)
+        table.add(f"{passes[is_gradient]} of {kind}: hopper, {name}", call)
     for kind, length in STEPS:
         table.add(f"decode step: {kind} x {length}", functools.partial(decode_step, kind, length))
 
