@@ -73,39 +73,44 @@ def random_parameters(definition: ModelDefinition) -> Parameters:
     )
 
 
-def sampled(
-    engine: Engine, prompts: Sequence[tuple[int, ...]] = PROMPTS, *, temperature: float = 1.0
-) -> list[Completion]:
-    """Completions; the prompt decides the draws, not its place. Only at temperature 1 with scores,
+def requested(
+    prompt: tuple[int, ...], *, temperature: float = 1.0, new: int = NEW
+) -> GenerationRequest:
+    """A request whose draws its prompt decides, not its place; with scores only at temperature 1,
     for which an engine does not draft.
     """
     sampling = SamplingConfig(temperature=temperature)
     if temperature == 1.0:
         sampling = dataclasses.replace(sampling, logprobs=0)
-    requests = [
-        GenerationRequest(
-            prompt_ids=prompt,
-            max_new_tokens=NEW,
-            sampling=sampling,
-            seed=1,
-            choice=PROMPTS.index(prompt),
-        )
-        for prompt in prompts
-    ]
+    choice = PROMPTS.index(prompt) if prompt in PROMPTS else len(prompt)
+    return GenerationRequest(
+        prompt_ids=prompt, max_new_tokens=new, sampling=sampling, seed=1, choice=choice
+    )
+
+
+def completed(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    """The completions of requests that an engine runs side by side."""
     found = []
-    for prompt, came in zip(prompts, engine.run(requests), strict=True):
+    for request, came in zip(requests, engine.run(requests), strict=True):
         assert came[-1].error is None, came[-1].error
         scores = [score.logprob for each in came for score in each.scores]
         tokens = tuple(token for each in came for token in each.tokens)
         found.append(
             Completion(
-                prompt=prompt,
+                prompt=tuple(request.prompt_ids),
                 tokens=tokens,
                 scores=np.array(scores, np.float32),
                 num_cached=max(each.num_cached for each in came),
             )
         )
     return found
+
+
+def sampled(
+    engine: Engine, prompts: Sequence[tuple[int, ...]] = PROMPTS, *, temperature: float = 1.0
+) -> list[Completion]:
+    """Completions of prompts."""
+    return completed(engine, [requested(each, temperature=temperature) for each in prompts])
 
 
 def trained_scores(

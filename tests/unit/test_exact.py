@@ -38,9 +38,11 @@ from tests.exact_scores import (
     SMALL_CHUNKS,
     WHOLE_PROMPTS,
     WINDOWED,
+    completed,
     num_different,
     policy,
     random_parameters,
+    requested,
     sampled,
     trained_scores,
 )
@@ -93,15 +95,27 @@ def test_tokens_and_scores_do_not_depend_on_what_is_beside_them(name, attention)
 
 
 @pytest.mark.slow
-def test_drafts_change_no_token():
-    definition, tree = made(dense(**WIDE))
+@pytest.mark.parametrize("name", [PolicyName.FP32, PolicyName.BF16], ids=["fp32", "bf16"])
+def test_drafts_change_no_bit(name):
+    """Of tokens, and of the keys that their checks leave for requests that share their pages."""
+    definition, tree = made(dense(**WIDE), name)
     plain, drafting = (
-        Engine(definition.bind(tree), options=dataclasses.replace(WHOLE_PROMPTS, num_drafts=drafts))
+        Engine(definition.bind(tree), options=dataclasses.replace(SMALL_CHUNKS, num_drafts=drafts))
         for drafts in (0, 3)
     )
     # Cold, so that n-grams repeat and drafts are accepted.
-    one, other = (sampled(engine, temperature=0.1) for engine in (plain, drafting))
+    cold = [requested(each, temperature=0.1, new=20) for each in PROMPTS]
+    one, other = (completed(engine, cold) for engine in (plain, drafting))
     assert [each.tokens for each in one] == [each.tokens for each in other]
+    assert drafting.counts.accepted_tokens > 0
+    goes_on = [requested((*each.prompt, *each.tokens[:-5])) for each in other]
+    mixed = [each for pair in zip(cold, goes_on, strict=True) for each in pair]
+    found = completed(drafting, mixed)[1::2]
+    assert (
+        max(each.num_cached - len(old.prompt) for each, old in zip(found, other, strict=True)) >= 4
+    )
+    assert drafting.scheduler.num_preemptions > 0
+    assert num_different(found, trained_scores(definition, tree, found)) == 0
 
 
 ROUTINGS = {
