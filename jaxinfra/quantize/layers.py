@@ -87,6 +87,7 @@ class CalibrationModel:
 
     def __init__(self, config: ModelConfig, source: ParameterSource, policy: Policy):
         self.config, self.policy, self._source = config, policy, source
+        self._matrices = _matrices(define_model(config, execution_on(policy=policy)))
         self._recorder = InputRecorder(execution_on(policy=policy).kernels.exchange)
         self._blocks: dict[int, _OneBlock] = {}
 
@@ -126,20 +127,30 @@ class CalibrationModel:
 
     def matrices(self, place: LayerPosition) -> dict[str, MatrixDims]:
         """Returns the matrix dims of each of a layer's matmul weights, by path."""
-        return self._block(place.block).matrices
+        return self._matrices[place.block]
 
     def _block(self, number: int) -> "_OneBlock":
         if number not in self._blocks:
             block = self.config.blocks[number]
-            self._blocks[number] = _OneBlock(self.config, block, self.policy, self._recorder)
+            dims = self._matrices[number]
+            self._blocks[number] = _OneBlock(self.config, block, self.policy, self._recorder, dims)
         return self._blocks[number]
 
 
 class _OneBlock:
-    """A decoder model of one layer."""
+    """A decoder model of one layer.
+
+    Args:
+        matrices: dims of the layer's matmul weights, by path.
+    """
 
     def __init__(
-        self, config: ModelConfig, block: BlockConfig, policy: Policy, recorder: InputRecorder
+        self,
+        config: ModelConfig,
+        block: BlockConfig,
+        policy: Policy,
+        recorder: InputRecorder,
+        matrices: Mapping[str, MatrixDims],
     ):
         config = dataclasses.replace(config, stacks=(Stack(pattern=(block,), repeats=1),))
         plain = execution_on(policy=policy)
@@ -148,21 +159,13 @@ class _OneBlock:
             multiply=dataclasses.replace(plain.multiply, watch=recorder.watch),
             kernels=dataclasses.replace(plain.kernels, exchange=recorder.exchange),
         )
-        self.recorder, self.config = recorder, config
+        self.recorder, self.config, self.matrices = recorder, config, matrices
         self.definition = define_model(config, execution)
-        template = nnx.merge(self.definition.graphdef, self.definition.template)
-        self.decoder = template  # of shapes
+        # Of shapes.
+        self.decoder = nnx.merge(self.definition.graphdef, self.definition.template)
         arrays = by_path(self.definition.arrays)
         own = {path.removeprefix("blocks/0/"): leaf for path, leaf in arrays.items()}
         self.dtypes = {path: leaf.dtype for path, leaf in own.items()}
-        self.matrices = {
-            f"{path}/weight": MatrixDims(num_inputs=contracted_dims(node.spec) or 1)
-            for path, node in _projections(template)
-        }
-        for info in self.definition.table():
-            if info.matmul and axes.EXPERTS in info.dims:
-                path = info.path.removeprefix("blocks/0/")
-                self.matrices[path] = MatrixDims(num_inputs=1, has_experts=True)
         self.run = jax.jit(self._run, static_argnums=(2, 3, 4))
 
     def bound(self, source: ParameterSource) -> Decoder:
@@ -208,10 +211,22 @@ class _OneBlock:
         return out.x, seen
 
 
-def _projections(decoder: Decoder) -> Iterator[tuple[str, Any]]:
-    """Returns the projections of the first block, by path."""
-    block = decoder.blocks[0]
-    for name in ("attention", "mlp"):
-        for inner, node in vars(getattr(block, name)).items():
-            if hasattr(node, "spec"):
-                yield f"{name}/{inner}", node
+def _matrices(definition: ModelDefinition) -> list[dict[str, MatrixDims]]:
+    """Dims of the matmul weights of each block, by path."""
+    found = []
+    for block in nnx.merge(definition.graphdef, definition.template).blocks:
+        layers = {"attention": block.attention, "mlp": block.mlp}
+        found.append(
+            {
+                f"{layer}/{name}/weight": MatrixDims(num_inputs=contracted_dims(node.spec) or 1)
+                for layer, each in layers.items()
+                if each is not None
+                for name, node in vars(each).items()
+                if hasattr(node, "spec")
+            }
+        )
+    for info in definition.table():
+        if info.matmul and axes.EXPERTS in info.dims:
+            _, block, path = info.path.split("/", 2)
+            found[int(block)][path] = MatrixDims(num_inputs=1, has_experts=True)
+    return found

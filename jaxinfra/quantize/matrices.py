@@ -18,7 +18,7 @@ from jaxinfra.hf import WeightMap
 from jaxinfra.hf.mapping import Part, Tensor
 from jaxinfra.numerics.storage import EXACT
 from jaxinfra.ops.quantized import QuantizedWeight, WeightCode, round_weight
-from jaxinfra.quantize.recipes import Method, QuantizationRecipe
+from jaxinfra.quantize.recipes import Method, QuantizationRecipe, layout_of
 
 _KEPT = ("router", "shared_scale")
 """Projections whose results choose or weigh experts: small, and a rounded score sends a token
@@ -93,7 +93,8 @@ def require_sizes(tensor: Tensor, recipe: QuantizationRecipe) -> None:
             f"{tensor.name} has {rows} inputs, which groups of {group} do not divide; choose "
             "another --group-size, or a recipe of 8 bits"
         )
-    words = 8 if recipe.form.code is WeightCode.INT4 else 4
+    is_packed = recipe.has_zeros or layout_of(recipe.form) == "pack-quantized"
+    words = 32 // recipe.form.code.bits if is_packed else 1
     sizes = {"inputs": rows} | ({"outputs": columns} if recipe.method is Method.AWQ else {})
     for what, size in sizes.items():
         if size % words:

@@ -31,9 +31,10 @@ from jaxinfra.checkpoint.model_directory import (
 from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource, assemble
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.checkpoint.tensor_files import write_tensor_files
+from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.hf import WeightMap, quantization_of, weight_map
 from jaxinfra.hf.mapping import Part
 from jaxinfra.model.definition import ModelDefinition, by_path, define_model
@@ -193,7 +194,8 @@ def quantize_model(
     Raises:
         ConfigError: no text for a recipe that needs one, or sizes that a format cannot hold.
         DataError: the text has ids outside the vocabulary.
-        UnsupportedError: layers whose inputs a recipe cannot scale.
+        UnsupportedError: layers whose inputs a recipe cannot scale, or a text for layers that
+            cannot run alone.
     """
     vocab_size = model.definition.config.vocab_size
     if ids_BT is not None and not 0 <= ids_BT.min() <= ids_BT.max() < vocab_size:
@@ -201,6 +203,8 @@ def quantize_model(
             f"the text has token ids {ids_BT.min()}..{ids_BT.max()}, the model's vocabulary is "
             f"0..{vocab_size - 1}; calibrate with another text"
         )
+    if recipe.needs_text or ids_BT is not None:
+        _require_layers_alone(model.definition.config)
     if recipe.needs_text and ids_BT is None:
         raise ConfigError(
             f"recipe {recipe.name} chooses scales by what activations are; give a text with "
@@ -223,6 +227,21 @@ def quantize_model(
         (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         write_tensor_files(directory, work.arrays(), max_shard_bytes=max_shard_bytes)
         return work.summary(tuple(reports))
+
+
+def _require_layers_alone(config: ModelConfig) -> None:
+    """Raises UnsupportedError for layers that read more than the layer before gives."""
+    read = {
+        "takes_keys": any(getattr(block.mixer, "takes_keys", None) for block in config.blocks),
+        "layer_input_dim": config.layer_input_rows > 0,
+        "streams": any(block.streams is not None for block in config.blocks),
+    }
+    if found := ", ".join(name for name in read if read[name]):
+        raise UnsupportedError(
+            f"a calibration text with {found}: it runs one layer at a time, and these layers read "
+            "more than the layer before gives; choose rtn-int4, int8, fp8, fp8-blocks or w8a8-fp8, "
+            "without --calibrate"
+        )
 
 
 class _Quantization:

@@ -18,6 +18,7 @@ from jaxinfra.config.model import (
     stacked,
 )
 from jaxinfra.config.own import OwnFeedForward
+from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.hf import quantization_of, to_hf_config
 from jaxinfra.model.definition import by_path, define_model, is_weight
@@ -27,11 +28,12 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize.equivalence import scaled_inputs
 from jaxinfra.quantize.layers import CalibrationModel
 from jaxinfra.quantize.prepare import awq_scales, clipped_ranges, output_error, smooth_scales
-from jaxinfra.quantize.quantize import SourceModel, quantize_model
+from jaxinfra.quantize.quantize import SourceModel, quantize_model, source_model
 from jaxinfra.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
 from jaxinfra.quantize.statistics import statistics_of
 from jaxinfra.serving.load import load
 from tests.small_models import dense
+from tests.unit.test_families import write_directory
 
 RNG = np.random.default_rng(0)
 CONFIG = dense(vocab_size=48, heads=(4, 4), hidden_dim=64, tie_embeddings=False)
@@ -179,6 +181,29 @@ def test_what_cannot_be_quantized_is_named(source, tmp_path):
     block = dataclasses.replace(CONFIG.blocks[0], feed_forward=OwnFeedForward())
     with pytest.raises(UnsupportedError, match="with a layer OwnFeedForward"):
         scaled_inputs(block, Method.AWQ)
+
+
+@pytest.mark.slow_cases("gemma3n")
+@pytest.mark.parametrize("name", ["mamba", "gemma3n"])
+def test_layers_without_one_half_or_of_several_inputs_are_quantized(tmp_path, name):
+    """Each layer's weights are found, though it cannot run without those before it."""
+    write_directory(name, tmp_path / "a")
+    bytes_tokenizer().save(tmp_path / "a" / "tokenizer.json")
+    with source_model(tmp_path / "a") as model:
+        quantize_model(model, tmp_path / "b", quantization_recipe("fp8"), ids_BT=None)
+        with pytest.raises(ConfigError, match=r"and 4 elements share 32 bits .* choose fp8"):
+            quantize_model(model, tmp_path / "c", quantization_recipe("int8"), ids_BT=None)
+        alone = {"gemma3n": r"with takes_keys, layer_input_dim, streams: .* without --calibrate"}
+        said = alone.get(name, "with a layer SelectiveScanConfig")
+        with pytest.raises(UnsupportedError, match=said):
+            quantize_model(model, tmp_path / "c", quantization_recipe("w8a8"), ids_BT=IDS)
+    before, after = (load_pretrained(tmp_path / each).parameters for each in "ab")
+    before, after = by_path(before), by_path(after)
+    rounded = {path for path, x in before.items() if not np.array_equal(x, after[path])}
+    assert {path.split("/")[0] for path in rounded} == {"blocks"}
+    for path in rounded:  # by half of the step of 3 bits at most, beside the smallest
+        off = np.abs(np.asarray(before[path]) - np.asarray(after[path]))
+        assert off.max() <= np.abs(before[path]).max() / 16
 
 
 @pytest.mark.parametrize("name", RECIPES)
