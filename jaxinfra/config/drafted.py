@@ -18,6 +18,7 @@ class EagleConfig:
     layers: tuple[int, ...]
     norm_before_residual: bool  # its stream begins with normalized hidden states
     has_embedding: bool  # its files have a token embedding table; else it reads the model's
+    has_offsets: bool  # they say which of the model's ids it has; else it has the first ones
 
 
 @record
@@ -28,24 +29,23 @@ class DraftedConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
-        eagle, layers = self.eagle, self.read_layers
-        width = None if eagle.has_embedding else eagle.part.model_dim
-        for name, theirs, ours in (
-            ("vocabulary", eagle.vocab_size, self.vocab_size),
-            ("width", eagle.target_dim, self.model_dim),
-            ("width", width or self.model_dim, self.model_dim),
-        ):
-            if theirs != ours:
-                raise ConfigError(
-                    f"the draft head is of a model whose {name} is {theirs}, and this model's is "
-                    f"{ours}; take the head that was trained for this model"
-                )
-        if len(layers) != 3 or not set(layers) <= set(self._ends):
+        eagle, part, ends = self.eagle, self.eagle.part, self._ends
+        own_width = self.model_dim if eagle.has_embedding else part.model_dim
+        own_rows = eagle.vocab_size if eagle.has_offsets else part.vocab_size
+        theirs = eagle.vocab_size, own_rows, eagle.target_dim, own_width
+        ours = self.vocab_size, self.vocab_size, self.model_dim, self.model_dim
+        if theirs != ours:
             raise ConfigError(
-                f"the draft head reads the model after layers {', '.join(map(str, layers))}, and a "
-                f"head reads three ends of this model's repetitions: {self._ends[0]} to "
-                f"{self._ends[-1]} layers in steps of {len(self.stacks[0].pattern)}; take the head "
-                "that was trained for this model"
+                f"the draft head is of a model of vocabulary {eagle.vocab_size} and width "
+                f"{eagle.target_dim}, and has {part.vocab_size} ids and width {part.model_dim} "
+                f"itself; this model has {self.vocab_size} and {self.model_dim}: take the head "
+                "that was trained for it, with d2t where it has fewer ids"
+            )
+        if len(self.read_layers) != 3 or not set(self.read_layers) <= set(ends):
+            raise ConfigError(
+                f"the draft head reads the model after layers {self.read_layers}; it needs three "
+                f"ends of repetitions, which are {ends[0]} to {ends[-1]} layers in steps of "
+                f"{len(self.stacks[0].pattern)} here: take the head that was trained for this model"
             )
         if self.embedding_scale != 1.0 or self.logit_scale != 1.0 or self.blocks[0].streams:
             raise UnsupportedError(

@@ -13,24 +13,19 @@ from jaxinfra.config.drafted import EagleConfig
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.llama import read_llama, read_qwen3
-from jaxinfra.hf.mapping import WeightMap, rules_map
-from jaxinfra.hf.weights import MLP, OUT, QK_NORM, QKV, norm, rule
+from jaxinfra.hf.mapping import WeightMap, head_weight_map
+from jaxinfra.hf.weights import MLP, OUT, QK_NORM, QKV, Rule, norm, rule
 from jaxinfra.model.definition import Parameters
 
-IDS = "d2t"
-"""Tensor of the draft vocabulary: what is added to each of its ids, for the model's id."""
-UNREAD = (IDS, "t2d")
-"""Tensors of vocabularies, which are no weights; the second follows from the first."""
-
-_FORM, _LAYER = "speculators_model_type", "transformer_layer_config"
+_FORM, _LAYER, _IDS = "speculators_model_type", "transformer_layer_config", "d2t"
 _READERS = {"llama": read_llama, "qwen3": read_qwen3}
-_EMBEDDING = "embed_tokens.weight"
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_EMBEDDING, _LAYERS = "embed_tokens.weight", "eagle_aux_hidden_state_layer_ids"
 _OUTSIDE = (
     rule("fc.weight", "fusion/weight", "F D -> D F"),
     *norm("norm", "final_norm"),
     rule("lm_head.weight", "unembedding/table", "V D -> V D"),
     rule(_EMBEDDING, "embedding/table", "V D -> V D"),
+    rule(_IDS, "offsets", "V -> V"),
 )
 _OF_LAYER = (
     *norm("input_layernorm", "embedding_norm"),
@@ -38,6 +33,16 @@ _OF_LAYER = (
     *norm("post_attention_layernorm", "mlp_norm"),
     *(*QKV, *OUT, *QK_NORM, *MLP),
 )
+# Of a nested config: what differs between heads, in what the paper's have.
+_EXPECTED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
 
 
 def is_draft_head(values: Mapping[str, Any]) -> bool:
@@ -71,28 +76,21 @@ def read_eagle(values: Mapping[str, Any], *, stored: Collection[str]) -> EagleCo
         keys.require("norm_before_residual")
     keys.ignore("speculators_config", "speculators_version", "has_no_defaults_at_init")
     keys.ignore("embed_requires_grad", "enable_sp_ulysses", "target_model_type")
-    keys.ignore("draft_vocab_size")
     for name in ("norm_before_fc", "bias"):
         keys.expect(name, (False, None), "hidden states are projected without norm and bias here")
-    kind = keys.choice("model_type", _READERS, "llama")
     keys.expect("num_hidden_layers", (1,), "a head of one layer is read")
-    model = kind(keys)
+    model = keys.choice("model_type", _READERS, "llama")(keys)
+    size = keys.integer("draft_vocab_size", model.vocab_size)
     read = EagleConfig(
-        part=dataclasses.replace(
-            model, vocab_size=keys.integer("draft_vocab_size", model.vocab_size)
-        ),
+        part=dataclasses.replace(model, vocab_size=size, tie_embeddings=False),
         vocab_size=model.vocab_size,
         target_dim=keys.integer("target_hidden_size", model.model_dim),
         layers=_read_layers(keys),
         norm_before_residual=keys.flag("norm_before_residual", False),
         has_embedding=_EMBEDDING in stored,
+        has_offsets=_IDS in stored,
     )
     keys.finish()
-    if IDS not in stored and read.part.vocab_size != read.vocab_size:
-        raise ConfigError(
-            f"draft_vocab_size={read.part.vocab_size} of {read.vocab_size} ids, and no tensor "
-            f"{IDS!r} says which; copy all files of the head"
-        )
     return read
 
 
@@ -102,29 +100,31 @@ def _read_layers(keys: Keys) -> tuple[int, ...]:
     ``eagle_config`` counts the layer whose output it is from 0; the key beside it, as in configs of
     ``speculators``, the layer whose input it is.
     """
-    given = keys.sequence(_LAYERS, ())
-    nested = keys.mapping("eagle_config")
+    found, nested = keys.sequence(_LAYERS, ()), keys.mapping("eagle_config")
     if nested is not None:
         inner = Keys(nested, what="eagle_config")
-        inner.expect("use_aux_hidden_state", (True, None), "EAGLE-3 reads three hidden states")
-        given = given or tuple(
-            each + 1 if isinstance(each, int) else each for each in inner.sequence(_LAYERS, ())
-        )
+        for name, value in _EXPECTED.items():
+            inner.expect(name, (value, None), "heads as of EAGLE-3's paper are read")
+        counted = inner.sequence(_LAYERS, ())
         inner.finish(neutral=())
-    if not all(type(each) is int for each in given):
-        raise ConfigError(f"{_LAYERS}={list(given)}: three numbers of layers are what it holds")
-    return tuple(given)
+        found = found or tuple(each + 1 if type(each) is int else each for each in counted)
+    if not all(type(each) is int for each in found):
+        raise ConfigError(f"{_LAYERS}={list(found)}: three numbers of layers are what it holds")
+    return found
 
 
-def eagle_weights(shapes: Parameters, *, stored: Collection[str]) -> WeightMap:
+def eagle_weights(eagle: EagleConfig, shapes: Parameters, *, stored: Collection[str]) -> WeightMap:
     """Returns the map of an EAGLE-3 head's tensors.
 
     Args:
-        shapes: ``ModelDefinition.shapes`` of the model with the head.
+        shapes: the head's parameters and ids, in a tree of their whole paths.
         stored: names of the head's tensors.
     """
     layer = "midlayer." if any(name.startswith("midlayer.") for name in stored) else "layers.0."
-    rules = [dataclasses.replace(each, name=layer + each.name) for each in _OF_LAYER]
-    return rules_map(
-        (*_OUTSIDE, *rules), {"mtp": shapes["mtp"]}, "mtp/", ignored=r".*rotary_emb\.inv_freq"
-    )
+    named = [dataclasses.replace(each, name=layer + each.name) for each in _OF_LAYER]
+
+    def placed(each: Rule) -> Rule:
+        return dataclasses.replace(each, parts=tuple((f"mtp/{p}", to) for p, to in each.parts))
+
+    rules = map(placed, (*_OUTSIDE, *named))
+    return head_weight_map(tuple(rules), eagle.part, shapes, r"t2d|.*rotary_emb\.inv_freq")

@@ -252,27 +252,12 @@ def own_weight_map(shapes: Parameters) -> WeightMap:
     return WeightMap(tensors=tensors, places=places, root="", ignored=ignored, extra=None, tied={})
 
 
-def rules_map(rules: Sequence[Rule], shapes: Parameters, prefix: str, *, ignored: str) -> WeightMap:
-    """Returns the map of a module's own files.
-
-    Args:
-        rules: its tensors.
-        shapes: the module's parameters.
-        prefix: of their paths.
-        ignored: pattern of tensors that are not weights.
-    """
-    flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
-    tensors = [tensor for each in rules for tensor in _resolve(each, "", prefix, (), flat)]
-    places = {(part.path, part.index): (each, part) for each in tensors for part in each.parts}
-    _check_complete(prefix, flat, places)
-    return WeightMap(
-        tensors={tensor.name: tensor for tensor in tensors},
-        places=places,
-        root="",
-        ignored=re.compile(ignored),
-        extra=None,
-        tied={},
-    )
+def head_weight_map(
+    rules: Sequence[Rule], part: ModelConfig, shapes: Parameters, ignored: str
+) -> WeightMap:
+    """Returns the map of a draft head's own files: its rules, one layer and parameters."""
+    table = WeightTable(layer_prefix="", layer=(), outside=tuple(rules), root="", ignored=ignored)
+    return _weight_map(table, "draft head's", part, shapes, (table,), ())
 
 
 def _layer_names(table: WeightTable) -> re.Pattern[str]:

@@ -57,14 +57,8 @@ class EagleHead(nnx.Module):
         def norm() -> Norm:
             return Norm(block.norm, shape=(width,), dims=(axes.EMBED,), execution=execution)
 
-        self.fusion = Projection(
-            "BTD,DE->BTE",
-            shape=(3 * config.model_dim, width),
-            dims=(axes.EMBED, None),
-            std=std,
-            whole=True,
-            **how,
-        )
+        shape, dims = (3 * config.model_dim, width), (axes.EMBED, None)
+        self.fusion = Projection("BTD,DE->BTE", shape=shape, dims=dims, std=std, whole=True, **how)
         self.hidden_norm, self.embedding_norm = norm(), norm()
         self.mlp_norm, self.final_norm = norm(), norm()
         self.attention = GroupedAttention(mixer, **table | {"model_dim": 2 * width}, out_std=std)
@@ -76,12 +70,13 @@ class EagleHead(nnx.Module):
         self.unembedding = Embedding(num_rows=rows, matmul=True, **table)
         own = config.vocab_size if config.eagle.has_embedding else 0
         self.embedding = Embedding(num_rows=own, matmul=False, **table) if own else None
-        # The model's id of each id of the draft vocabulary.
-        ids_U = jnp.arange(rows, dtype=jnp.int32)
-        self.ids = ModelState(ids_U, axes=(None,), rule=lambda ids, sums, emitted: ids)
+        self.offsets = None  # added to an id of the draft vocabulary, for the model's
+        if config.eagle.has_offsets:
+            zeros_U = jnp.zeros(rows, jnp.int32)
+            self.offsets = nnx.data(ModelState(zeros_U, axes=(None,), rule=lambda x, *_: x))
 
     def begun(self, out: LayerOutput) -> Float[Array, "B T D"]:
-        """Computes the head's input at each position from a pass of the model."""
+        """Computes the head's input at each position from the model's streams."""
         read = [out.after[at] for at in self.config.read_repetitions]
         return self.fusion(jnp.concatenate(read, axis=-1))
 
@@ -96,17 +91,11 @@ class EagleHead(nnx.Module):
     ) -> LayerOutput:
         """Computes the layer's output before the last norm, and its cache.
 
-        Args:
-            hidden_BTD: result of ``begun``, or of this method at one position less.
-            embedded_BTD: embedding of the token after each position.
-            given: positions of the hidden states.
-            cache: cache of the head's one layer.
-            contexts_B: as in ``Decoder.run``.
+        Arguments are those of ``MultiTokenPrediction``; hidden states begin as ``begun`` says.
         """
         place, policy = self.execution.place, self.execution.policy
-        seen = None
-        if cache is not None:
-            seen = in_layer(cache[0], cache[0].arrays, np.zeros((), np.int32))
+        first = np.zeros((), np.int32)
+        seen = None if cache is None else in_layer(cache[0], cache[0].arrays, first)
         rope = rotated_by(self.part, self.execution, given, contexts_B)
         given = dataclasses.replace(given, rope=rope, cache=seen)
         normed_BTD = self.hidden_norm(hidden_BTD)
@@ -120,30 +109,23 @@ class EagleHead(nnx.Module):
         return LayerOutput(x=place(x_BTD, _STREAM), cache=cache)
 
     def draft_logits(
-        self,
-        hidden_BTD: Float[Array, "B T D"],
-        of_model: Callable[[jax.Array], jax.Array],
+        self, hidden_BTD: Float[Array, "B T D"], of_model: Callable[[jax.Array], jax.Array]
     ) -> Float[Array, "B T V"]:
         """Computes the logits of the token after next; ids out of the draft vocabulary have the
         lowest number.
-
-        Args:
-            hidden_BTD: x of this module.
-            of_model: projects hidden states of the model to its logits; not used.
         """
-        recipe = self.execution.policy.recipe(Site.LOGITS)
+        recipe, normed_BTD = self.execution.policy.recipe(Site.LOGITS), self.final_norm(hidden_BTD)
         logits_BTU = self.execution.multiply(
-            "BTD,UD->BTU",
-            self.final_norm(hidden_BTD),
-            self.unembedding.table[...],
-            recipe=recipe,
-            out=recipe.accum,
+            "BTD,UD->BTU", normed_BTD, self.unembedding.table[...], recipe=recipe, out=recipe.accum,
             dims=(axes.VOCAB, axes.EMBED),
-        )
+        )  # fmt: skip
         logits_BTU = self.execution.place(logits_BTU, (axes.BATCH, None, None))
+        if self.offsets is None:
+            return logits_BTU
         shape = (*hidden_BTD.shape[:2], self.config.vocab_size)
         lowest_BTV = jnp.full(shape, jnp.finfo(logits_BTU.dtype).min, logits_BTU.dtype)
-        return lowest_BTV.at[:, :, self.ids[...]].set(logits_BTU)
+        ids_U = jnp.arange(len(self.offsets[...])) + self.offsets[...]
+        return lowest_BTV.at[:, :, ids_U].set(logits_BTU)
 
 
 def prediction(
