@@ -23,13 +23,13 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import after_pass, is_tentative
 from jaxinfra.model.dropout import dropout, keys_of_stacks
-from jaxinfra.model.eagle import prediction
 from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.empty_cache import empty_cache
 from jaxinfra.model.exactness import check_exact
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_inputs import LayerInputs, by_stack, with_shared
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
+from jaxinfra.model.mtp import prediction
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import LayerOutput, Pass
 from jaxinfra.model.recomputation import check_kept, repeats_in_body, steps_of_stack
