@@ -164,6 +164,7 @@ def test_devices_that_are_not_there_are_named(four_devices):
         ("precision.policy=bf16", {"kl": 0.1}),
         ("mesh.fsdp=4", {"engine_mesh": "replica=2,tensor=2"}),
         ("mesh.fsdp=4", {}),
+        ("mesh.fsdp=2 mesh.pipe=2 training.accumulation=2", {"engine_mesh": "fsdp=4"}),
     ],
 )
 def test_memory_of_sampling_is_foretold(four_devices, mesh, rl):
