@@ -16,14 +16,14 @@ from jaxinfra.config.validate import check_divides
 from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxinfra.hf.eagle import eagle_weights, is_draft_head, read_eagle
 from jaxinfra.model.definition import define_model, merged
-from jaxinfra.runtime.files import read_json
+from jaxinfra.runtime.files import INFINITY, read_json
 from jaxinfra.serving.load import LoadedModel
 
 
 def is_head_directory(path: Path) -> bool:
     """Whether a directory's config.json is that of a draft head."""
     file = path / "config.json"
-    return file.is_file() and is_draft_head(read_json(file, holds=dict[str, Any]))
+    return file.is_file() and is_draft_head(read_json(file, constants=INFINITY))
 
 
 def with_head(model: LoadedModel, path: Path) -> LoadedModel:
@@ -42,7 +42,7 @@ def with_head(model: LoadedModel, path: Path) -> LoadedModel:
         )
     assert place is not None, "load"
     try:
-        values = read_json(path / "config.json", holds=dict[str, Any])
+        values = read_json(path / "config.json")
         eagle, plain = read_eagle(values, stored=files.tensors), old.definition.config
         fields = {each.name: getattr(plain, each.name) for each in dataclasses.fields(plain)}
         config = DraftedConfig(**fields | {"mtp": True}, eagle=eagle)

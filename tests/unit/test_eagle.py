@@ -316,6 +316,11 @@ REFUSED = {
 
 def test_a_head_that_does_not_fit_is_refused_by_name(tmp_path):
     model = target(tmp_path / "target")
+    assert not is_head_directory(tmp_path / "target")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mamba2", "time_step_limit": [0, Infinity]}'
+    )
+    assert not is_head_directory(tmp_path)
     for name, (config, changes, kind, said) in REFUSED.items():
         tensors = head_tensors("speculators" if "speculators_config" in config else "flat")
         kept = {n: x for n, x in (tensors | changes).items() if x is not None}
