@@ -13,6 +13,7 @@ from engine_models import OPTIONS, POISON, PROMPTS, alone, model
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.serving.engine import engine as engine_module
 from jaxinfra.serving.engine import program_set, runner
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import Preemption
@@ -122,6 +123,25 @@ def test_many_rows_without_temperature_take_a_program_without_noise(monkeypatch)
     beside = engine.run([*greedy, others])
     assert [drawn(each)[0] for each in got] == [drawn(each)[0] for each in beside[:2]]
     assert [drawn(each)[0] for each in got] == [alone(p, new=5) for p in PROMPTS[1:3]]
+
+
+def test_two_steps_ahead_change_no_answer(monkeypatch):
+    """Requests come and end at random, and give up their pages for each other."""
+    prompts = [(*PROMPTS[n % 4], *[97 + n % 3] * (n % 3)) for n in range(12)]
+    requests = [request(p, new=4 + n % 7) for n, p in enumerate(prompts)]
+    arrivals, depths = [n // 2 for n in range(12)], []
+    want = served(plain_engine(), requests, arrivals)
+    monkeypatch.setattr(engine_module, "MANY_ROWS", 1)
+    read = runner.ModelRunner.read
+
+    def counted(self, dispatched):
+        depths.append(len(plain_engine()._unread))
+        return read(self, dispatched)
+
+    monkeypatch.setattr(runner.ModelRunner, "read", counted)
+    got = served(plain_engine(), requests, arrivals)
+    assert max(depths) == 2
+    assert [drawn(each) for each in got] == [drawn(each) for each in want]
 
 
 def test_poison_ends_its_own_request_only():

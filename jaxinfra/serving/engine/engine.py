@@ -34,6 +34,9 @@ from jaxinfra.serving.engine.text import TextStream, end_of, last_text, text_of
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.program_store import ProgramStore
 
+MANY_ROWS = 256
+"""Rows of a step from which the device has two steps before it, not one."""
+
 _LONGEST, _SHORTEST = 4, 2
 _LOOKED_BACK = 4096  # tokens
 
@@ -412,6 +415,7 @@ class Engine:
         """Dispatches the next step to the device, and returns the progress of the previous step.
 
         So the device computes a step while the host reads results and plans, if requests allow it.
+        Behind a step of many rows one more waits for it, as the host's time for each differs.
         """
         result, self._ended = self._ended, []
         plan = self.scheduler.plan()
@@ -423,9 +427,8 @@ class Engine:
             }
             self._unread.append((self.runner.dispatch(plan, masks), plan))
             self._count(plan)
-            if len(self._unread) < 2:
-                return result
-        if self._unread:
+        unread, ahead = len(self._unread), 1 + (len(plan.rows) >= MANY_ROWS)
+        for _ in range(min(1, unread) if plan.is_empty else unread - ahead):
             dispatched, _ = self._unread.popleft()
             for drawn in self.runner.read(dispatched):
                 progress = self._take(drawn)

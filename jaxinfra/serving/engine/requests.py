@@ -133,7 +133,7 @@ class RequestStream:
     tokens: list[int]  # prompt and sampled tokens that the host knows
     limit: int  # number of tokens, prompt included, at which the request ends
     kind: Hashable = None  # streams of different kinds share no pages
-    pages: list[int] = dataclasses.field(default_factory=list)
+    pages: tuple[int, ...] = ()
     num_registered: int = 0  # pages at the front that are in the prefix tree
     unread: int = 0  # rows of dispatched steps whose results are not read yet
     num_finite: int = 0  # first pages whose keys and values are known to be finite

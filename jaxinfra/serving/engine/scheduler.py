@@ -151,7 +151,7 @@ class Scheduler:
         return PlannedRow(
             stream=stream,
             slot=stream.slot,
-            pages=tuple(stream.pages),
+            pages=stream.pages,
             start=start,
             ids=tuple(stream.tokens[start : start + count]),
             count=count,
@@ -313,7 +313,7 @@ class Scheduler:
             # It goes on within a page that others read.
             copies.append((pages[whole], fresh[0]))
             self.allocator.release(pages.pop())
-        stream.pages = [*pages, *fresh]
+        stream.pages = (*pages, *fresh)
         stream.computed, stream.num_registered = max(cached, restored), whole
         stream.num_finite = 0
         if len(stream.tokens) == len(stream.request.prompt_ids) and stream.saved is None:
@@ -415,7 +415,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is stream:
                 return False
-        stream.pages += [self._take_page() for _ in range(needed)]
+        stream.pages += tuple(self._take_page() for _ in range(needed))
         return True
 
     def _preempt(self, stream: RequestStream) -> None:
@@ -443,7 +443,7 @@ class Scheduler:
     def _give_up_pages(self, stream: RequestStream) -> None:
         self._leave_states(stream)
         self.allocator.release_all(stream.pages)
-        stream.pages = []
+        stream.pages = ()
         stream.computed = stream.num_registered = 0
 
     def _drop_saved_state(self, stream: RequestStream) -> None:
@@ -466,9 +466,9 @@ class Scheduler:
         """
         size = self.limits.page_size
         if self.limits.share_prefixes and num_tokens // size > stream.num_registered:
-            tokens, start = stream.tokens[:num_tokens], stream.num_registered
-            self.tree.insert(tokens, stream.pages, kind=stream.kind, start=start)
-            stream.num_registered = num_tokens // size
+            pages, start = [*stream.pages], stream.num_registered
+            self.tree.insert(stream.tokens[:num_tokens], pages, kind=stream.kind, start=start)
+            stream.pages, stream.num_registered = tuple(pages), num_tokens // size
         self._attach(stream)
 
     def end(self, stream: RequestStream) -> None:
@@ -520,7 +520,7 @@ class Scheduler:
             self.allocator.trust(stream.pages[stream.num_finite : num_pages])
         stream.num_finite = num_tokens // size
 
-    def _pages(self, stream: RequestStream, start: int, end: int) -> list[int]:
+    def _pages(self, stream: RequestStream, start: int, end: int) -> tuple[int, ...]:
         """Returns those of a request's pages that hold the given positions."""
         size = self.limits.page_size
         return stream.pages[start // size : -(-end // size)]

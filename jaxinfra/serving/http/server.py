@@ -19,7 +19,7 @@ from jaxinfra.serving.http.guards import Application
 _LOOK_S = 0.1  # between looks whether a stop is asked for
 # Most that the engine's thread waits for the interpreter, each time that it comes back from JAX,
 # while many requests arrive. By default it is 5 ms, and a step then takes several times as long.
-_SWITCH_S = 0.0005
+_SWITCH_S = 0.0002
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

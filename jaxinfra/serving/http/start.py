@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -116,6 +117,7 @@ def serve(
         with server.running(), _told(running):
             followers = _ready(engine, running, read=read, cluster=cluster, say=say)
             request.defer()
+            gc.freeze()  # what the start has made need not be looked at while requests wait
             running.start()
             say(
                 f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens "
