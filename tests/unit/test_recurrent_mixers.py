@@ -13,6 +13,7 @@ from jaxinfra.config.kinds import Branches
 from jaxinfra.config.model import (
     AttentionBesideStateConfig,
     BlockConfig,
+    ExpertsConfig,
     MlpConfig,
     ModelConfig,
     Stack,
@@ -224,6 +225,39 @@ def test_gradients_reach_every_parameter(name):
 
     found = gradient(parameters)
     assert all(jax.tree.leaves(jax.tree.map(lambda x: bool(np.any(np.asarray(x) != 0)), found)))
+
+
+@pytest.mark.quick_cases("gated_delta")
+@pytest.mark.parametrize("name", [*MIXERS, "experts"])
+def test_numbers_that_are_not_finite_stay_in_their_row(name):
+    """What another row or the padding holds changes no bit, of results or of states."""
+    if name == "experts":
+        dense = small_models.dense()
+        feed = ExpertsConfig(num_experts=4, top_k=2, hidden_dim=8)
+        block = dataclasses.replace(dense.blocks[0], feed_forward=feed)
+        definition = define_model(
+            dataclasses.replace(dense, stacks=stacked(block, num_layers=2)), execution_on()
+        )
+    else:
+        definition = define_model(config(name), execution_on())
+    parameters = drawn(definition)
+    table = parameters["embedding"]["table"].at[62].set(np.inf).at[63].set(np.nan)
+    model = definition.bind(parameters | {"embedding": {"table": table}})
+    healthy, empty = ids(3, 13) % 62, model.empty_cache(batch=3, num_slots=64)
+    _, cache = run(model, healthy[:, :9], positions([0] * 3, [9] * 3, 9), empty)
+    healthy = healthy[:, 9:]
+    spoilt = healthy.copy()
+    spoilt[1, 1], spoilt[2, 2:] = 63, (62, 63)
+    at = positions([9] * 3, [4, 4, 2], 4)
+    (want, after), (got, spoilt_after) = (run(model, x, at, cache) for x in (healthy, spoilt))
+    assert not np.isfinite(got[1, 1:]).any()
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[2, :2], want[2, :2])
+    arrays = [
+        [x for each in cache for x in each.arrays.values()] for cache in (after, spoilt_after)
+    ]
+    for mine, theirs in zip(*arrays, strict=True):  # [L, B, ...]
+        np.testing.assert_array_equal(theirs[:, [0, 2]], mine[:, [0, 2]])
 
 
 def test_bytes_of_states_are_counted():
