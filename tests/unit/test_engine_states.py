@@ -2,19 +2,30 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.model import BlockConfig, stacked
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import define_model
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.engine import moves
 from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.mover import Mover
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
+from jaxinfra.serving.engine.plan import StepPlan
+from jaxinfra.serving.engine.program_set import KEEP, RESTORE_STATE, SAVE_STATE
+from jaxinfra.serving.engine.programs import DeviceState
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+from tests import small_models
 from tests.generation import recomputed
-from tests.unit.test_recurrent_mixers import MIXERS, decoder
+from tests.unit.test_recurrent_mixers import MIXERS, decoder, logits_of
 from tests.unit.test_recurrent_mixers import drawn as drawn_parameters
 
 OPTIONS = EngineOptions(
@@ -84,6 +95,62 @@ def test_rejected_drafts_leave_no_state(name, sampling, preemption):
     assert (serving.scheduler.snapshots.num_from_host > 0) == (preemption is Preemption.HOST)
     if sampling is GREEDY:  # sampled texts may repeat nothing that could be proposed
         assert serving.counts.drafted_tokens > serving.counts.accepted_tokens > 0
+
+
+def test_drafts_that_do_not_hold_are_taken_out_of_the_state():
+    """In turn no draft holds, the first, and both; the text is what one pass over it says."""
+    layer = BlockConfig(mixer=MIXERS["short_convolution"], feed_forward=None)
+    small = dataclasses.replace(small_models.dense(), stacks=stacked(layer, num_layers=1))
+    definition = define_model(small, execution_on())
+    model = definition.bind(drawn_parameters(definition))
+    options = dataclasses.replace(OPTIONS, max_running=1, num_drafts=2, num_snapshots=0)
+    serving, text = Engine(model, options=options), [3, 9, 4]
+
+    while len(text) < 13:
+        padded = np.array([text + [0] * (13 - len(text))], np.int32)
+        text.append(int(np.argmax(logits_of(model, padded)[0, len(text) - 1])))
+
+    def propose(stream):
+        place, right = len(stream.tokens), len(stream.tokens) % 3
+        drafts = (*text, 0, 0)[place : place + 2]
+        return [x if n < right else (x + 1) % 64 for n, x in enumerate(drafts)]
+
+    serving.scheduler._propose = propose
+    (told,) = serving.run([GenerationRequest(prompt_ids=(3, 9, 4), max_new_tokens=10)])
+    assert [token for progress in told for token in progress.tokens] == text[3:]
+    assert serving.counts.drafted_tokens > serving.counts.accepted_tokens > 2
+
+
+def test_states_go_to_the_host_and_back():
+    """Moves of one step are in turn, so that a slot may be saved and then be filled again."""
+    rng = np.random.default_rng(0)
+    stored = jnp.asarray(rng.normal(size=(2, 6, 3)), jnp.float32)
+    made = functools.partial(DeviceState, pools=(), draft_pools=(), hidden_SD=None, last_S=None)
+    state = made(states=({"state": stored}, {}), masks_SW=None, history=None)
+    limits = SimpleNamespace(
+        num_pages=0, num_host_pages=0, num_host_states=2, host_state_slots=range(6, 8)
+    )
+
+    def call(key, *given):
+        nonlocal state
+        given = jax.tree.map(jnp.asarray, given)
+        if key in (KEEP, RESTORE_STATE):
+            state = (moves.copy_states if key == KEEP else moves.write_states)(state, *given)
+            return None
+        assert key == SAVE_STATE
+        return moves.read_states(state, *given)
+
+    mover = Mover(state, limits, call=call)
+    lists = dict.fromkeys(("saves", "copies", "zeros", "restores", "chunks", "decodes", "verifies"))
+    plan = StepPlan(
+        **{name: [] for name in lists},
+        chunk_length=0,
+        states=[(0, 6), (1, 7), (2, 0), (6, 4), (7, 2)],
+    )
+    mover.move(plan)
+    np.testing.assert_array_equal(
+        state.states[0]["state"], np.asarray(stored)[:, [2, 1, 1, 3, 0, 5]]
+    )
 
 
 @pytest.mark.slow
