@@ -99,16 +99,21 @@ def test_rejected_drafts_leave_no_state(name, sampling, preemption):
 
 def test_drafts_that_do_not_hold_are_taken_out_of_the_state():
     """In turn no draft holds, the first, and both; the text is what one pass over it says."""
-    layer = BlockConfig(mixer=MIXERS["short_convolution"], feed_forward=None)
-    small = dataclasses.replace(small_models.dense(), stacks=stacked(layer, num_layers=1))
+    mixer = dataclasses.replace(MIXERS["short_convolution"], bias=False)
+    layer = BlockConfig(mixer=mixer, feed_forward=None)
+    dense = small_models.dense(tie_embeddings=False)
+    small = dataclasses.replace(dense, stacks=stacked(layer, num_layers=1))
     definition = define_model(small, execution_on())
-    model = definition.bind(drawn_parameters(definition))
+    parameters = drawn_parameters(definition)
+    older = parameters["blocks"][0]["attention"]["value_conv"]  # taps, the newest last
+    older["weight"] = older["weight"].at[..., :-1].multiply(6.0)
+    model = definition.bind(parameters)
     options = dataclasses.replace(OPTIONS, max_running=1, num_drafts=2, num_snapshots=0)
     serving, text = Engine(model, options=options), [3, 9, 4]
-
     while len(text) < 13:
         padded = np.array([text + [0] * (13 - len(text))], np.int32)
         text.append(int(np.argmax(logits_of(model, padded)[0, len(text) - 1])))
+    assert len(set(text)) > 7
 
     def propose(stream):
         place, right = len(stream.tokens), len(stream.tokens) % 3
