@@ -107,14 +107,20 @@ class CollectiveCase:
 
 
 @functools.cache
-def with_gradients(case: CollectiveCase, mesh: Mesh, implementation: str, gathers: bool) -> Any:
+def with_gradients(
+    case: CollectiveCase,
+    mesh: Mesh,
+    implementation: str,
+    gathers: bool,
+    compiler_options: tuple[tuple[str, str], ...] = (),
+) -> Any:
     """Jitted function of (xs, weights, ds) that returns results and gradients."""
 
     def run(xs, weights, ds):
         results, pull = jax.vjp(case.run(mesh, implementation, gathers=gathers), xs, weights)
         return list(results), pull(tuple(ds))
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=dict(compiler_options))
 
 
 class _Itself:

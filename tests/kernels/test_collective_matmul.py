@@ -69,6 +69,16 @@ def test_sizes_that_the_kernel_lacks_are_refused_by_name(changed, reason):
         jax.eval_shape(case.run(mesh(), "hopper", gathers=True), *case.draw(gathers=True)[:2])
 
 
+def test_the_kernels_are_refused_where_their_values_were_wrong():
+    case = CollectiveCase(B=1, M=512, K=512, N=(512,))
+    with device.compiling_for(device.H200):
+        for gathers in (False, True):
+            given = case.draw(gathers=gathers)[:2]
+            with pytest.raises(UnsupportedError, match=r"hopper.*computed wrong values.*xla"):
+                jax.eval_shape(case.run(mesh(), "hopper", gathers=gathers), *given)
+            jax.eval_shape(case.run(mesh(), "auto", gathers=gathers), *given)
+
+
 def test_shapes_that_disagree_are_refused():
     (x,), weights, _ = SMALL.draw(gathers=True)
     with pytest.raises(InputError, match=r"they are .B, M, K. and .K, N."):
@@ -112,6 +122,7 @@ def test_auto_follows_the_measured_table(tmp_path, monkeypatch):
     ]
     (tmp_path / "dispatch-nvidia-h200.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(dispatch, "TUNED", tmp_path)
+    monkeypatch.setattr(dispatch, "WRONG", None)
     with device.compiling_for(device.H200):
         assert dispatch.fastest("all_gather_matmul", call) == "hopper"
         assert dispatch.fastest("matmul_reduce_scatter", call) == "xla", "not measured"
@@ -120,7 +131,8 @@ def test_auto_follows_the_measured_table(tmp_path, monkeypatch):
 @pytest.mark.slow  # lowering takes seconds
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gathers", [False, True])
-def test_the_kernels_lower_for_gpus_without_multicast(gathers, transposed):
+def test_the_kernels_lower_for_gpus_without_multicast(monkeypatch, gathers, transposed):
+    monkeypatch.setattr(dispatch, "WRONG", None)
     case = CollectiveCase(B=2, M=1024, K=512, N=(768, 512), transposed=transposed)
     run = with_gradients(case, mesh(2, 2), "hopper", gathers)
     with device.compiling_for(device.H200):

@@ -1,9 +1,9 @@
 """Collective matmuls over two GPUs, beside the product alone and NCCL's collective with cuBLAS.
 
-python -m experiments.bench.kernels.collective_matmul --write --out matmuls.json
+python -m experiments.bench.kernels.collective_matmul --out matmuls.json
 
-Wall time per call of contenders that alternate in one process. With --write, rows also go to the
-table that "auto" follows.
+Wall time per call of contenders that alternate in one process, each call a program of its own: in
+others the kernels are refused. With --write, rows also go to the table that "auto" follows.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from experiments.bench.environment import clocks
 from experiments.bench.harness import options, relative, sustained_ms, table_of
 from experiments.bench.tuned_table import add_rows
 from pallas_kernels import all_gather_matmul, matmul_reduce_scatter
-from pallas_kernels.collective_matmul.dispatch import TUNED
+from pallas_kernels.collective_matmul import dispatch
 from pallas_kernels.common.tables import Row
 
 AXIS, NUM_SETS = "tensor", 3
@@ -167,7 +167,7 @@ def compare(w: Workload, mesh: Mesh, compiled: dict[str, Future], args: Any) -> 
             Row.of(case=w.case, choice={"implementation": name}, ms=ms[name])
             for name in ("hopper", "xla")
         ]
-        add_rows(TUNED, rows, op="collective_matmul", question="dispatch")
+        add_rows(dispatch.TUNED, rows, op="collective_matmul", question="dispatch")
     return {**row, "clocks": clocks()}
 
 
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into the table of auto")
     args = parser.parse_args()
     table = table_of(args)
+    dispatch.WRONG = None  # values are right where a call is a program of its own
     mesh = jax.make_mesh((2,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:2])
     chosen = [w for w in WORKLOADS if any(map(w.name.startswith, args.only))]
     # Nothing is timed while the compiler runs.
