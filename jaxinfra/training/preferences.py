@@ -392,5 +392,5 @@ def _chunks(length: int, parts: float) -> tuple[int, int]:
     """
     least = min(math.ceil(parts), length)
     equal = [n for n in range(least, min(2 * least, length) + 1) if length % n == 0]
-    size = length // equal[0] if equal else -(-length // least)
+    size = length // equal[0] if equal else math.floor(length / parts)
     return -(-length // size), size

@@ -202,6 +202,14 @@ def test_logits_of_a_length_without_divisors_are_computed_in_few_chunks(monkeypa
         np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-5)
 
 
+def test_chunks_are_at_least_as_many_as_asked_and_none_is_empty():
+    for length in (1, 2, 3, 12, 13, 97, 128):
+        for parts in np.linspace(0.1, length + 1, 50):
+            count, size = preferences._chunks(length, parts)
+            assert (count - 1) * size < length <= count * size
+            assert min(length, parts) <= count <= max(1.0, 2 * np.ceil(parts))
+
+
 def test_a_reward_model_is_a_sequence_classifier_of_one_label(rewarding):
     values = to_hf_config(rewarding.config, model_type="llama")
     assert values["architectures"] == ["LlamaForSequenceClassification"]
