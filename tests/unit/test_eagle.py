@@ -243,6 +243,29 @@ def test_the_logits_are_those_of_the_published_formulas(form, tmp_path):
     assert np.all(np.delete(got, DRAFTED, axis=1) == np.finfo(np.float32).min)
 
 
+def test_a_head_may_have_the_whole_vocabulary(tmp_path):
+    """Its logits are those of a head of fewer ids, and it has one of each other id, too."""
+    part = head_tensors("flat")
+    table = np.random.default_rng(6).normal(0, 0.5, (V, D)).astype(np.float32)
+    table[DRAFTED] = part["lm_head.weight"]
+    tensors = {name: each for name, each in part.items() if name not in ("d2t", "t2d")}
+    config = {name: each for name, each in FLAT.items() if name != "draft_vocab_size"}
+    heads = {
+        "part": written(tmp_path / "part", FLAT, part),
+        "whole": written(tmp_path / "whole", config, tensors | {"lm_head.weight": table}),
+    }
+    ids_1T = jnp.arange(LENGTH)[None]
+    found = {}
+    for name, path in heads.items():
+        model = with_head(target(tmp_path / "target"), path).decoder
+        out = model.run(ids_1T, cache=model.empty_cache(batch=1, num_slots=LENGTH))
+        hidden = model.predict(model.mtp.begun(out), ids_1T).x
+        found[name] = np.asarray(model.mtp.draft_logits(hidden, model.logits))
+    np.testing.assert_allclose(found["whole"][..., DRAFTED], found["part"][..., DRAFTED], rtol=1e-5)
+    assert found["whole"].shape == found["part"].shape
+    assert np.all(np.abs(found["whole"]) < 1e3)
+
+
 def engine(model, drafts):
     sizes = {"max_running": 1, "page_size": 4, "max_step_tokens": 16, "chunk_sizes": (8,)}
     options = EngineOptions(**sizes, max_piece_rows=1, num_drafts=drafts)

@@ -268,10 +268,11 @@ def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num
     num_host_pages=st.sampled_from([0, 3, 100]),
     num_snapshots=st.sampled_from([0, 3]),
     num_drafts=st.sampled_from([0, 3]),
+    delay=st.integers(0, 2),
 )
 @hypothesis.settings(max_examples=60)
 def test_poison_stays_with_its_request(
-    arrivals, cancels, num_host_pages, num_snapshots, num_drafts
+    arrivals, cancels, num_host_pages, num_snapshots, num_drafts, delay
 ):
     limits = dataclasses.replace(
         LIMITS,
@@ -283,7 +284,7 @@ def test_poison_stays_with_its_request(
     )
     propose = NgramLookup(num_drafts=num_drafts) if num_drafts else None
     scheduler = Scheduler(limits, propose=propose)
-    results = run(scheduler, arrivals, cancels=cancels)
+    results = run(scheduler, arrivals, cancels=cancels, delay=delay)
     for number, (_, request) in enumerate(arrivals):
         prompt = request.prompt_ids
         if results[number] is not None:
