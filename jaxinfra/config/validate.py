@@ -213,17 +213,15 @@ def _refused_meshes(run: RunConfig) -> Iterator[str]:
     rl, mesh = run.rl, run.mesh
     assert rl is not None
     engine = rl.mesh_of_engine(mesh)
-    sizes, of_engine = mesh.sizes(), engine.sizes()
-    refused = [("mesh", MeshAxis.CONTEXT, sizes[MeshAxis.CONTEXT])]
-    refused += [
-        ("rl.engine_mesh", axis, of_engine[axis]) for axis in (MeshAxis.PIPE, MeshAxis.CONTEXT)
-    ]
-    for name, axis, size in refused:
-        if size > 1:
+    context = mesh.sizes()[MeshAxis.CONTEXT]
+    if context > 1:
+        yield f"rl with mesh context={context}: completions are not split; give fsdp the devices"
+    for axis in (MeshAxis.PIPE, MeshAxis.CONTEXT):
+        if (size := engine.sizes()[axis]) > 1:
+            whose = " (that of training, as none is set)" if rl.engine_mesh is None else ""
             yield (
-                f"rl with {name} {axis}={size}: completions are rows of replica, fsdp and tensor; "
-                "give these the devices. Without rl.engine_mesh it is the mesh of training, which "
-                "may have pipe"
+                f"rl with rl.engine_mesh {axis}={size}{whose}: the engine samples on replica, fsdp "
+                f"and tensor; set rl.engine_mesh, such as fsdp={engine.num_devices}"
             )
     is_own = rl.engine_devices is EngineDevices.OWN
     if not is_own and engine.num_devices != mesh.num_devices:

@@ -543,7 +543,7 @@ def test_runs_that_cannot_learn_are_refused():
         ({"preferences": PreferenceConfig()}, "format=text with preferences|rl with preferences"),
         ({"model": model}, "rl with model.dropout_rate=0.1"),
         ({"training": dataclasses.replace(config.training, z_loss=0.1)}, "training.z_loss"),
-        ({"mesh": MeshConfig(pipe=2)}, "rl with rl.engine_mesh pipe=2"),
+        ({"mesh": MeshConfig(pipe=2)}, "rl.engine_mesh pipe=2 .that of training.*such as fsdp=2"),
         ({"mesh": MeshConfig(fsdp=2), "rl": few | {"overlap": True}}, "would wait for each other"),
         ({"rl": few | {"engine_mesh": "tensor=2"}}, "a mesh of 1: both phases take turns"),
         (
