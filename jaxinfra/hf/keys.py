@@ -101,7 +101,8 @@ class Keys:
         """Reads a whole number under any of its names; all that are present must agree."""
         found = {name: value for name in names if (value := self.integer(name, None)) is not None}
         if not found:
-            return self.integer(names[0])
+            listed = " or ".join(repr(self._names.get(name, name)) for name in names)
+            raise ConfigError(f"{self._what}: required key {listed} is missing or null{_ADD}")
         if len(set(found.values())) > 1:
             listed = ", ".join(f"{name}={value}" for name, value in found.items())
             raise ConfigError(f"{self._what}: {listed} are one number and must be equal")

@@ -181,8 +181,8 @@ BREAKS = {
     ),
     29: (
         "serving/engine/programs.py",
-        "tokens_B = jnp.where(drawn.is_finite_B, drawn.ids_B, NO_TOKEN)",
-        "tokens_B = jnp.where(jnp.all(drawn.is_finite_B), drawn.ids_B, NO_TOKEN)",
+        "tokens_B = jnp.where(is_finite_B, drawn.ids_B, NO_TOKEN)",
+        "tokens_B = jnp.where(jnp.all(is_finite_B), drawn.ids_B, NO_TOKEN)",
         "was answered",
     ),
     30: (
