@@ -1,6 +1,8 @@
 """Pages follow from a device's memory, and what cannot run is refused with its numbers."""
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -82,6 +84,17 @@ def test_memory_that_is_not_there_is_refused_before_weights_are_read(monkeypatch
     said: Any = {"read": lambda: 1 / 0, "cluster": None, "say": print}
     with pytest.raises(DeviceMemoryError, match=r"has not free.*1048576.00 GiB.*end the other"):
         start._ready(engine, None, **said)
+
+
+def test_a_server_keeps_what_its_start_needs_but_no_garbage():
+    device = Device(1, 0)
+    device.itself = device
+    known = weakref.ref(device)
+    del device
+    with start._frozen():
+        assert known() is None
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.slow

@@ -117,15 +117,15 @@ def serve(
         with server.running(), _told(running):
             followers = _ready(engine, running, read=read, cluster=cluster, say=say)
             request.defer()
-            gc.freeze()  # what the start has made need not be looked at while requests wait
-            running.start()
-            say(
-                f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens "
-                f"of context, {options.engine.max_running} requests at a time"
-                f"{service.chat.parsing_summary}"
-            )
-            # Without its engine a server cannot answer: it ends, so that a supervisor restarts it.
-            _watch(engine.runner.programs, lambda: request.asked or running.failure, say)
+            with _frozen():
+                running.start()
+                say(
+                    f"{', '.join(service.names)} at {server.address}: {engine.limits.context} "
+                    f"tokens of context, {options.engine.max_running} requests at a time"
+                    f"{service.chat.parsing_summary}"
+                )
+                # Without its engine a server cannot answer: it ends, and a supervisor restarts it.
+                _watch(engine.runner.programs, lambda: request.asked or running.failure, say)
     finally:
         engine.runner.programs.close()
         running.close()
@@ -145,6 +145,19 @@ def _say_end(counts: EngineCounts, request: StopRequest, say: Callable[[str], No
 def _pool(limits: SchedulerLimits) -> str:
     tokens = (limits.num_pages - 1) * limits.page_size
     return f"KV cache of {tokens:,} tokens, {limits.context:,} at most in a request"
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Leaves the objects that a start has made out of garbage collections, so that these hold up
+    requests for less time.
+    """
+    gc.collect()  # frozen garbage would stay for ever, with the arrays that it holds
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
