@@ -182,7 +182,7 @@ BREAKS = {
     29: (
         "serving/engine/programs.py",
         "tokens_B = jnp.where(is_finite_B, drawn.ids_B, NO_TOKEN)",
-        "tokens_B = jnp.where(jnp.all(is_finite_B), drawn.ids_B, NO_TOKEN)",
+        "tokens_B = jnp.maximum(drawn.ids_B, 0)",
         "was answered",
     ),
     30: (
