@@ -1,4 +1,4 @@
-"""A model beside a published draft head, an EAGLE-3 head, which an engine drafts with."""
+"""A model and the published EAGLE-3 head that an engine drafts with."""
 
 import itertools
 
@@ -43,9 +43,9 @@ class DraftedConfig(ModelConfig):
             )
         if len(self.read_layers) != 3 or not set(self.read_layers) <= set(ends):
             raise ConfigError(
-                f"the draft head reads the model after layers {self.read_layers}; it needs three "
-                f"ends of repetitions, which are {ends[0]} to {ends[-1]} layers in steps of "
-                f"{len(self.stacks[0].pattern)} here: take the head that was trained for this model"
+                f"the draft head reads the model after layers {self.read_layers}; these must be "
+                f"three, and each the last of a repetition of this model's layers, from {ends[0]} "
+                f"to {ends[-1]}: take the head that was trained for this model"
             )
         if self.embedding_scale != 1.0 or self.logit_scale != 1.0 or self.blocks[0].streams:
             raise UnsupportedError(

@@ -33,7 +33,7 @@ _OF_LAYER = (
     *norm("post_attention_layernorm", "mlp_norm"),
     *(*QKV, *OUT, *QK_NORM, *MLP),
 )
-# Of a nested config: what differs between heads, in what the paper's have.
+# Keys of eagle_config by which heads differ, with the values of the paper's heads.
 _EXPECTED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -46,7 +46,7 @@ _EXPECTED = {
 
 
 def is_draft_head(values: Mapping[str, Any]) -> bool:
-    """Tells whether a config is of a draft head, of whatever kind, and not of a model."""
+    """Tells whether a config describes a draft head of any kind, instead of a model."""
     names = str(values.get("architectures")).lower()
     return _FORM in values or "draft_vocab_size" in values or "eagle" in names
 
@@ -64,15 +64,15 @@ def read_eagle(values: Mapping[str, Any], *, stored: Collection[str]) -> EagleCo
     form, inner = values.get(_FORM), values.get(_LAYER)
     if form not in (None, "eagle3") or not {"fc.weight", "norm.weight"} <= {*stored}:
         raise UnsupportedError(
-            f"the draft head is of kind {form or values.get('architectures')}, and EAGLE-3 is what "
-            "is read: a layer of two inputs with fc.weight and norm.weight; take such a head, or "
-            "leave --draft out"
+            f"the draft head is of kind {form or values.get('architectures')}; only EAGLE-3 heads "
+            "are read, which have tensors fc.weight and norm.weight: take such a head, or leave "
+            "--draft out"
         )
     if form is not None:
         values = {**values, **(inner if isinstance(inner, dict) else {})}
         values = {name: each for name, each in values.items() if name not in (_LAYER, _FORM)}
     keys = Keys(values, what="draft head's config")
-    if form is not None:  # its readers do not agree on what a config without it says
+    if form is not None:  # readers of this form disagree on its default
         keys.require("norm_before_residual")
     keys.ignore("speculators_config", "speculators_version", "has_no_defaults_at_init")
     keys.ignore("embed_requires_grad", "enable_sp_ulysses", "target_model_type")
@@ -109,7 +109,10 @@ def _read_layers(keys: Keys) -> tuple[int, ...]:
         inner.finish(neutral=())
         found = found or tuple(each + 1 if type(each) is int else each for each in counted)
     if not all(type(each) is int for each in found):
-        raise ConfigError(f"{_LAYERS}={list(found)}: three numbers of layers are what it holds")
+        raise ConfigError(
+            f"{_LAYERS}={list(found)} must be three whole numbers, of layers; copy the head's "
+            "config.json again from its source"
+        )
     return found
 
 

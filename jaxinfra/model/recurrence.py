@@ -197,7 +197,7 @@ def stepped(
     *,
     execution: Execution,
 ) -> tuple[dict[str, Float[Array, "B 1 _ _"]], Pass]:
-    """Computes convolutions of one token per row: results, and the pass whose cache is after them.
+    """Computes convolutions of one token per row; returns results and the pass with a new cache.
 
     Results of rows that do not count are zeros.
 
@@ -303,7 +303,7 @@ def _called(
 def _counted(
     operands: TokenOperands, count_B: jax.Array, *, has_zeros: bool = False
 ) -> TokenOperands:
-    """The operands, of which those behind each row's first tokens change no state.
+    """Returns operands of which those beyond each row's number of tokens change no state.
 
     Args:
         has_zeros: whether keys and values are zeros there.

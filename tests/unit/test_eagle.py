@@ -311,6 +311,12 @@ REFUSED = {
         ConfigError,
         r"after layers \(1, 2\)",
     ),
+    "layers that are no numbers": (
+        SPECULATORS | {"eagle_aux_hidden_state_layer_ids": [1, 2, "4"]},
+        {},
+        ConfigError,
+        r"=\[1, 2, '4'\] must be three whole numbers",
+    ),
     "two layers": (FLAT | {"num_hidden_layers": 2}, {}, ConfigError, "num_hidden_layers=2"),
     "an unknown key": (FLAT | {"gated": True}, {}, ConfigError, "gated=True"),
     "another kind": (

@@ -35,7 +35,7 @@ from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.program_store import ProgramStore
 
 MANY_ROWS = 256
-"""Rows of a step from which the device has two steps before it, not one."""
+"""Number of rows of a step from which the host plans two steps ahead of the device, not one."""
 
 _LONGEST, _SHORTEST = 4, 2
 _LOOKED_BACK = 4096  # tokens

@@ -74,7 +74,7 @@ MASK = ProgramKey(name="mask", rows=1)
 
 
 LEAST_GREEDY = 128
-"""Rows from which greedy decoding has programs of its own: noise takes about 3% of their step."""
+"""Number of rows from which greedy decoding has programs of its own, without sampling noise."""
 
 
 def history_program(limits: SchedulerLimits) -> ProgramKey:

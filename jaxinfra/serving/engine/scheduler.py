@@ -378,7 +378,7 @@ class Scheduler:
         return known
 
     def _is_computed_elsewhere(self, stream: RequestStream, cached: int) -> bool:
-        """Whether a running request begins as this one, further than pages in the tree know it."""
+        """Whether a running request has the same first tokens, for more pages than the tree has."""
         if not self.limits.share_prefixes or stream.request.scores_prompt:
             return False
         if self.limits.has_states:
