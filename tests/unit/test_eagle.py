@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained, pretrained_shapes
+from jaxinfra.cli import serve
+from jaxinfra.config.drafted import DraftedConfig
+from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxinfra.serving.draft_head import is_head_directory, with_head
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
 V, D, F, HEADS, KV_HEADS, H, EPSILON = 24, 16, 20, 4, 2, 8, 1e-5
@@ -294,6 +298,26 @@ def test_the_engine_drafts_what_the_head_predicts_and_keeps_every_draw(form, tmp
         if sampling is GREEDY:
             assert held == accepted([*prompt, *got], len(prompt), form) > 0
     assert drafting.counts.accepted_tokens > held, "sampled drafts hold too"
+
+
+def test_a_server_takes_a_head_for_its_draft_model(tmp_path, monkeypatch):
+    """The model alone is read as such, first its shapes and then its weights."""
+    head = written(tmp_path / "head", FLAT, head_tensors("flat"))
+
+    def read_alone(args, *paths, read):
+        assert paths == (tmp_path / "target",)
+        return [target(*paths, load_pretrained if read is load else pretrained_shapes)]
+
+    monkeypatch.setattr(serve, "load_models", read_alone)
+    options = {"adapters": (), "adapter_slots": 0, "allow_nonfinite": False}
+    args = SimpleNamespace(draft=head, num_drafts=NUM_DRAFTS, **options)
+    served = serve.read_models(args, tmp_path / "target", MeshConfig())
+    assert served.draft is served.bank is None
+    assert served.model.is_described
+    (model,) = served.read()
+    assert not model.is_described
+    for each in (served.model, model):
+        assert isinstance(each.definition.config, DraftedConfig)
 
 
 REFUSED = {
