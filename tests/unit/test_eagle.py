@@ -248,7 +248,7 @@ def test_the_logits_are_those_of_the_published_formulas(form, tmp_path):
 
 
 def test_a_head_may_have_the_whole_vocabulary(tmp_path):
-    """Its logits are those of a head of fewer ids, and it has one of each other id, too."""
+    """Logits of drafted ids equal those of a head with these ids alone; other ids have some too."""
     part = head_tensors("flat")
     table = np.random.default_rng(6).normal(0, 0.5, (V, D)).astype(np.float32)
     table[DRAFTED] = part["lm_head.weight"]

@@ -97,7 +97,10 @@ def test_tokens_and_scores_do_not_depend_on_what_is_beside_them(name, attention)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [PolicyName.FP32, PolicyName.BF16], ids=["fp32", "bf16"])
 def test_drafts_change_no_bit(name):
-    """Of tokens, and of the keys that their checks leave for requests that share their pages."""
+    """Drafts change neither the drawn tokens nor the keys that are kept after drafts are checked.
+
+    Requests that share pages with such keys get the log-probabilities of training, bit for bit.
+    """
     definition, tree = made(dense(**WIDE), name)
     plain, drafting = (
         Engine(definition.bind(tree), options=dataclasses.replace(SMALL_CHUNKS, num_drafts=drafts))

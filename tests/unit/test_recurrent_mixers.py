@@ -230,7 +230,7 @@ def test_gradients_reach_every_parameter(name):
 @pytest.mark.quick_cases("gated_delta")
 @pytest.mark.parametrize("name", [*MIXERS, "experts"])
 def test_numbers_that_are_not_finite_stay_in_their_row(name):
-    """What another row or the padding holds changes no bit, of results or of states."""
+    """A row's results and states are equal to the bit whatever other rows or padding hold."""
     if name == "experts":
         dense = small_models.dense()
         feed = ExpertsConfig(num_experts=4, top_k=2, hidden_dim=8)

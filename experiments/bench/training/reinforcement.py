@@ -6,7 +6,7 @@
   Llama 3.2 1B, and the programs that were compiled meanwhile;
 - ``loop``: steps of GRPO with some layers of a model, and the same completions and training steps
   alone. ``share`` is the time of both alone divided by the last step's. Every few seconds a line
-  says how far the engine is;
+  says how far the engine is. A run that ends before the completions alone has no ``share``;
 - ``adapters``: a step of Llama 3 8B with adapters, the device's peak in it, and what
   ``jaxinfra memory`` foretells. It comes first: the peak is one of the whole process.
 """
