@@ -189,8 +189,10 @@ def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) 
         .at[order_I]
         .set(jnp.arange(order_I.size, dtype=jnp.int32), unique_indices=True)
     )
-    edges = jnp.searchsorted(expert_I[order_I], jnp.arange(num_experts + 1, dtype=jnp.int32))
-    fitting = jnp.minimum(edges.astype(jnp.int32), room)
+    # One reduction: a binary search would be a loop of small kernels in every layer.
+    is_before_EI = expert_I[None, :] < jnp.arange(num_experts + 1, dtype=jnp.int32)[:, None]
+    edges = jnp.sum(is_before_EI, axis=1, dtype=jnp.int32)
+    fitting = jnp.minimum(edges, room)
     has_copy_I = (expert_I < num_experts) & (place_I < room)
     return TokenCopies(
         choice_M=jnp.where(
@@ -198,7 +200,7 @@ def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) 
         ),
         place_NK=jnp.where(has_copy_I, place_I, room).reshape(expert_NK.shape),
         sizes_E=jnp.diff(fitting),
-        left_out=edges[-1].astype(jnp.int32) - fitting[-1],
+        left_out=edges[-1] - fitting[-1],
     )
 
 
@@ -373,5 +375,6 @@ def _bias(bias_E: jax.Array, copies: TokenCopies, recipe: Recipe) -> jax.Array:
     """Each copy's own expert's bias."""
     last = jnp.int32(bias_E.shape[0] - 1)
     m_M = jnp.arange(copies.choice_M.size, dtype=jnp.int32)
-    expert_M = jnp.searchsorted(jnp.cumsum(copies.sizes_E), m_M, side="right")
-    return bias_E[jnp.minimum(expert_M.astype(jnp.int32), last)].astype(recipe.accum)
+    is_behind_ME = jnp.cumsum(copies.sizes_E)[None, :] <= m_M[:, None]
+    expert_M = jnp.sum(is_behind_ME, axis=1, dtype=jnp.int32)
+    return bias_E[jnp.minimum(expert_M, last)].astype(recipe.accum)
