@@ -285,6 +285,18 @@ _BIAS = 127
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], _FP32)
 _NUMBERS = np.concatenate([_E2M1, -_E2M1])  # the highest of four bits is the sign
 
+
+def _mxfp4_pairs() -> np.ndarray:
+    """Returns both elements of each byte with each exponent, in bf16: uint32 [256 x 256]."""
+    byte = np.arange(256)
+    numbers = _NUMBERS[np.stack([byte & 15, byte >> 4], axis=-1)]
+    with np.errstate(over="ignore"):  # such weights are refused as not finite
+        pairs = np.ldexp(numbers, byte.astype(np.int32)[:, None, None] - _BIAS).astype(_BF16)
+    return pairs.view(np.uint32).reshape(-1)
+
+
+_PAIRS = _mxfp4_pairs()
+
 type TensorReader = TensorFiles | DequantizedFiles | _Mxfp4Files
 """A reader of a directory's tensors by name, one slice at a time."""
 
@@ -372,10 +384,9 @@ class _Mxfp4Files:
         groups = slice(inputs.start // _GROUP, -(-inputs.stop // _GROUP))
         packed = self.files.read(name + _BLOCKS, (experts, outputs, groups, slice(0, _GROUP // 2)))
         exponents = self.files.read(name + _SCALES, (experts, outputs, groups))
-        numbers = _NUMBERS[np.stack([packed & 15, packed >> 4], axis=-1)]
-        numbers = numbers.reshape(*exponents.shape, _GROUP)
-        numbers = np.ldexp(numbers, exponents.astype(np.int32)[..., None] - _BIAS)
+        places = exponents[..., None].astype(np.uint16) << 8 | packed
+        numbers = np.take(_PAIRS, places).view(_BF16)
         numbers = numbers.reshape(*exponents.shape[:2], math.prod(numbers.shape[2:]))
         start = inputs.start % _GROUP
         numbers = numbers[..., start : start + inputs.stop - inputs.start]
-        return numbers.transpose(0, 2, 1).astype(_BF16)
+        return numbers.transpose(0, 2, 1)
