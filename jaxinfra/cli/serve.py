@@ -316,7 +316,10 @@ def read_models(
 
     def reading(read: Callable[..., LoadedModel] = load) -> list[LoadedModel]:
         model, *others = load_models(args, path, *(drafts if not heads else ()), read=read)
-        return [with_head(model, heads[0])] if heads else [model, *others]
+        if not heads:
+            return [model, *others]
+        with nonfinite_allowed(allowed=args.allow_nonfinite):
+            return [with_head(model, heads[0])]
 
     # Adapters are added to weights.
     has_bank = bool(args.adapters or args.adapter_slots)

@@ -27,7 +27,9 @@ def check_states(config: ModelConfig, form: CacheFormat) -> None:
     has_states = any(mixer.cache.state for mixer in mixers)
     if form is CacheFormat.BF16_STATES and (is_own or not has_states):
         whose = "whose own layers say their states' dtype" if is_own else "none of whose layers has"
-        raise UnsupportedError(f"--cache {form.value} for a model {whose} a state; leave it out")
+        raise UnsupportedError(
+            f"a cache in {form.value} for a model {whose} a state; leave that format out"
+        )
 
 
 def empty_cache(

@@ -13,14 +13,16 @@ from safetensors.numpy import save_file
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained, pretrained_shapes
 from jaxinfra.cli import serve
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.drafted import DraftedConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError
+from jaxinfra.hf.config import from_hf_config
 from jaxinfra.serving.draft_head import is_head_directory, with_head
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.load import LoadedModel, load, serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
 V, D, F, HEADS, KV_HEADS, H, EPSILON = 24, 16, 20, 4, 2, 8, 1e-5
@@ -218,6 +220,7 @@ def accepted(text, first, form):
 
 
 FORMS = {"flat": FLAT, "speculators": SPECULATORS}
+NOT_FINITE = {"fc.weight": np.full((D, 3 * D), np.nan, np.float32)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -270,9 +273,9 @@ def test_a_head_may_have_the_whole_vocabulary(tmp_path):
     assert np.all(np.abs(found["whole"]) < 1e3)
 
 
-def engine(model, drafts):
-    sizes = {"max_running": 1, "page_size": 4, "max_step_tokens": 16, "chunk_sizes": (8,)}
-    options = EngineOptions(**sizes, max_piece_rows=1, num_drafts=drafts)
+def engine(model, drafts, **more):
+    sizes = {"max_running": 1, "page_size": 4, "max_step_tokens": 20, "chunk_sizes": (8,)}
+    options = EngineOptions(**sizes | {"max_piece_rows": 1, "num_drafts": drafts} | more)
     return Engine(model.decoder, num_ids=NUM_IDS, options=options)
 
 
@@ -300,16 +303,43 @@ def test_the_engine_drafts_what_the_head_predicts_and_keeps_every_draw(form, tmp
     assert drafting.counts.accepted_tokens > held, "sampled drafts hold too"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["8 bits", "tensor", "few pages"])
+def test_drafts_keep_the_texts_of_an_engine_without(case, tmp_path):
+    """With a cache in 8 bits, on two devices, and where requests are preempted."""
+    mesh = MeshConfig(tensor=2 if case == "tensor" else 1)
+    place = serving_placement(from_hf_config(LLAMA), mesh)
+    plain = target(tmp_path / "target", functools.partial(load_pretrained, placement=place))
+    drafting = with_head(plain, written(tmp_path / "head", FLAT, head_tensors("flat")))
+    if case == "8 bits":
+        plain, drafting = (each.with_cache(CacheFormat.INT8) for each in (plain, drafting))
+    more = {"max_running": 3, "num_pages": 16 if case == "few pages" else None}
+    engines = engine(drafting, NUM_DRAFTS, **more), engine(plain, 0, max_running=3)
+    requests = [
+        GenerationRequest(prompt_ids=(3, 1, first), max_new_tokens=30, sampling=sampling, seed=2)
+        for first, sampling in enumerate([GREEDY, SamplingConfig(temperature=0.7), GREEDY])
+    ]
+    texts = [
+        [[token for part in parts for token in part.tokens] for parts in each.run(requests)]
+        for each in engines
+    ]
+    assert operator.eq(*texts)
+    assert engines[0].counts.accepted_tokens > 0
+    assert (engines[0].scheduler.num_preemptions > 0) == (case == "few pages")
+
+
 def test_a_server_takes_a_head_for_its_draft_model(tmp_path, monkeypatch):
-    """The model alone is read as such, first its shapes and then its weights."""
-    head = written(tmp_path / "head", FLAT, head_tensors("flat"))
+    """The model alone is read as such, first its shapes and then its weights; numbers of the head
+    that are not finite are allowed by the option.
+    """
+    head = written(tmp_path / "head", FLAT, head_tensors("flat") | NOT_FINITE)
 
     def read_alone(args, *paths, read):
         assert paths == (tmp_path / "target",)
         return [target(*paths, load_pretrained if read is load else pretrained_shapes)]
 
     monkeypatch.setattr(serve, "load_models", read_alone)
-    options = {"adapters": (), "adapter_slots": 0, "allow_nonfinite": False}
+    options = {"adapters": (), "adapter_slots": 0, "allow_nonfinite": True}
     args = SimpleNamespace(draft=head, num_drafts=NUM_DRAFTS, **options)
     served = serve.read_models(args, tmp_path / "target", MeshConfig())
     assert served.draft is served.bank is None
@@ -362,6 +392,7 @@ REFUSED = {
         CheckpointError,
         "outside the vocabulary",
     ),
+    "a damaged tensor": (FLAT, NOT_FINITE, CheckpointError, "not finite"),
     "no map of ids": (FLAT, {"d2t": None}, ConfigError, "has 8 ids .* with d2t"),
     "a missing tensor": (FLAT, {"lm_head.weight": None}, CheckpointError, "lm_head.weight"),
 }

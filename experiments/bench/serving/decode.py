@@ -107,6 +107,7 @@ FORMATS = {
     "w8a8 int8": ServedFormat(
         weights=WeightFormat(code=WeightCode.INT8, activations=Activations.INT8)
     ),
+    "bf16 states": ServedFormat(cache=CacheFormat.BF16_STATES),
 }
 STEPS, ROUNDS, SLACK = 40, 3, 256
 _POLICY = stored_as_computed(POLICIES[PolicyName.BF16])
@@ -237,9 +238,13 @@ def in_format(
     return nest(leaves)
 
 
-def drawn_parameters(preset: str, *, tensor: int = 1) -> tuple[ModelDefinition, Parameters]:
-    """The model as in training, with random weights in bfloat16."""
+def drawn_parameters(
+    preset: str, *, tensor: int = 1, num_layers: int | None = None
+) -> tuple[ModelDefinition, Parameters]:
+    """The model as in training, or its first layers, with random weights in bfloat16."""
     config = PRESETS[preset]()
+    if num_layers is not None:
+        config = config.with_layers(num_layers)
     placement = serving_placement(config, MeshConfig(tensor=tensor)) if tensor > 1 else None
     definition = define_model(config, execution_on(placement, policy=_POLICY))
     where = None if placement is None else placement.parameters(definition)
@@ -290,7 +295,7 @@ def floor_bytes(form: Form, batch: int, context: int) -> int:
     )
     execution = form.definition.execution
     bits = execution.cache_format.bits or 8 * execution.policy.compute.itemsize
-    states = 2 * recurrent_bytes(config)
+    states = 2 * recurrent_bytes(config, accum=execution.state_dtype.itemsize)
     return round(weights) + batch * (elements * bits // 8 + states)
 
 

@@ -28,10 +28,17 @@ from flax import nnx
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.harness import copied, options, table_of
-from experiments.bench.serving.decode import FORMATS, floor_bytes, prefill_flops, served
+from experiments.bench.serving.decode import (
+    FORMATS,
+    drawn_parameters,
+    floor_bytes,
+    prefill_flops,
+    served,
+)
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.program_set import KEEP
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
@@ -57,7 +64,10 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.rng = np.random.default_rng(0)
-        self.form = served(args.preset, FORMATS[args.format], tensor=args.tensor)
+        how = {"tensor": args.tensor}
+        drawn = drawn_parameters(args.preset, num_layers=args.layers, **how)
+        self.form = served(args.preset, FORMATS[args.format], drawn=drawn, **how)
+        del drawn
         gc.collect()
         self.copy_rate = self.matmul_rate = float("nan")
 
@@ -76,15 +86,15 @@ class Bench:
         begun, runner = time.perf_counter(), self.engine.runner
         keys = None
         if self.args.few_programs:
-            # Decode steps that draw by temperature, and whole prompts, as many as a call has.
-            rows = max(rows for rows, _ in self.engine.limits.chunk_shapes)
+            # Decode steps that draw by temperature, and whole prompts, as many as a call has; a
+            # prefix is computed alone.
+            most = max(rows for rows, _ in self.engine.limits.chunk_shapes)
+            fewest = 1 if "prefix" in self.args.cases else most
+            steps = [key for key in runner.keys if key.name == "step"]
+            keys = [key for key in steps if key.length > 1 and fewest <= key.rows <= most]
             least = self.args.least_rows
-            keys = [
-                key
-                for key in runner.keys
-                if key.name == "step"
-                and (key.rows == rows if key.length > 1 else not key.is_full and key.rows >= least)
-            ]
+            keys += [k for k in steps if k.length == 1 and not k.is_full and k.rows >= least]
+            keys += [KEEP] if self.engine.limits.num_snapshots else []
         runner.warm_up(keys=keys)
         programs = runner.programs.num_compiled
         return {"programs": programs, "s": round(time.perf_counter() - begun, 2)}
@@ -210,8 +220,11 @@ class Bench:
             return self.drained(requests)[2]
 
         timed(prefix)
-        alone = [timed(()) for _ in range(3)]
+        timed(prefix)  # what requests behind it need was compiled and kept by the first
+        alone, counts = [timed(()) for _ in range(3)], self.engine.counts
+        before = counts.cached_tokens
         behind = [timed(prefix) for _ in range(3)]
+        cached = (counts.cached_tokens - before) / (3 * number)
         flops = prefill_flops(self.form, number, args.prompt_tokens)
         ratio = statistics.median(behind) / statistics.median(alone)
         return {
@@ -219,6 +232,7 @@ class Bench:
             "alone_ms": round(1e3 * statistics.median(alone) / number, 3),
             "behind_ms": round(1e3 * statistics.median(behind) / number, 3),
             "ratio": round(ratio, 4),
+            "cached_tokens": round(cached, 1),
             "alone_tflop_s": round(flops / statistics.median(alone) / 1e12, 1),
         }
 
@@ -279,6 +293,7 @@ def arguments() -> argparse.Namespace:
     parser = options(__doc__, budget=300.0)
     parser.add_argument("--preset", default="llama3_8b", choices=[*SHAPES])
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
+    parser.add_argument("--layers", type=int, help="first layers of the model; all by default")
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--tensor", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--page-size", type=int, default=64)
