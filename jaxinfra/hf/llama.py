@@ -12,6 +12,7 @@ from jaxinfra.config.model import (
     NormConfig,
 )
 from jaxinfra.config.rope import LongRopeScaling
+from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.shared import (
     decoder_config,
@@ -57,10 +58,17 @@ def read_qwen2(keys: Keys) -> ModelConfig:
 
 
 def read_mimo(keys: Keys) -> ModelConfig:
-    """Reads MiMo: Qwen 2 with multi-token prediction."""
+    """Reads MiMo: Qwen 2 with multi-token prediction, whose module attends like the first layer."""
     keys.expect("attention_bias", (True, None), "queries, keys and values have biases here")
-    predicts = keys.integer("num_nextn_predict_layers", 0) > 0
-    return dataclasses.replace(read_qwen2(keys), mtp=predicts)
+    model = read_qwen2(keys)
+    if keys.integer("num_nextn_predict_layers", 0) <= 0:
+        return model
+    if model.layers[0] != model.layers[-1]:
+        raise ConfigError(
+            "num_nextn_predict_layers: the module attends like the first layer, and here modules "
+            "attend like the last, whose window is another; set it to 0 to read the model alone"
+        )
+    return dataclasses.replace(model, mtp=True)
 
 
 def write_mimo(config: ModelConfig) -> dict[str, Any]:

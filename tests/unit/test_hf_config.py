@@ -18,6 +18,7 @@ from jaxinfra.hf import from_hf_config, to_hf_config
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
 
 
 def values(name, **changes):
@@ -130,6 +131,7 @@ def test_rope_settings_that_cannot_be_followed_are_refused(scaling, message):
         ("qwen2", {"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "'chunked_attention'"),
         ("qwen2", {"use_sliding_window": False}, "no sliding_window is set"),
+        ("qwen2", MIMO | {"num_nextn_predict_layers": 1}, "attends like the first layer"),
         ("gpt2", {"n_ctx": 12}, "must equal n_positions"),
         ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null"),
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null"),

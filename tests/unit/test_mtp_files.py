@@ -64,7 +64,8 @@ def family(name):
         case "mimo":
             config = golden("hf/qwen2/config.json")
             more = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-            return config | more | {"num_nextn_predict_layers": 1}, MIMO
+            more |= {"num_nextn_predict_layers": 1, "layer_types": ["sliding_attention"] * 4}
+            return config | more, MIMO
         case "deepseek_v3":
             return golden("hf/deepseek_v3/config.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
         case "glm4_moe":
