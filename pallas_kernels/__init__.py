@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .paged_attention import paged_attention as paged_attention
     from .quantized_weight import QuantizedWeight as QuantizedWeight
     from .softmax import log_softmax as log_softmax
+    from .softmax import logsumexp as logsumexp
     from .softmax import softmax as softmax
 
 __version__ = "0.1.0"
@@ -76,7 +77,7 @@ _PUBLIC = {
     "ordered_matmul": ("ordered_matmul",),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantized_weight": ("QuantizedWeight",),
-    "softmax": ("log_softmax", "softmax"),
+    "softmax": ("log_softmax", "logsumexp", "softmax"),
 }
 """Names of functions by the module that has them."""
 

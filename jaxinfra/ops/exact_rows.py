@@ -78,9 +78,8 @@ def whole_tiles(x: jax.Array) -> jax.Array:
 def ordered_logsumexp(x: jax.Array) -> jax.Array:
     """Computes log(sum(exp(x))) over the last dim, kept with size 1."""
     if device.target().is_gpu:
-        logs_MV = pallas_kernels.log_softmax(whole_tiles(x), implementation="hopper")
-        first_M1 = logs_MV[: math.prod(x.shape[:-1]), :1]
-        return x[..., :1] - first_M1.reshape(*x.shape[:-1], 1)
+        total_M = pallas_kernels.logsumexp(whole_tiles(x), implementation="hopper")
+        return total_M[: math.prod(x.shape[:-1])].reshape(*x.shape[:-1], 1)
     largest = jnp.max(x, axis=-1, keepdims=True)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     return largest + jnp.log(ordered_sum(jnp.exp(x - largest)))

@@ -65,6 +65,8 @@ class Formula:
     merge: Callable[..., tuple[jax.Array, ...]] = add
     """Merges numbers of two sets of a part's columns into numbers of both, [A] each."""
     num_results: int = 1
+    num_totals: int = 0
+    """Number of leading totals that are results, one per row."""
     num_sums: int = 0
     pivot: Callable[[Load], jax.Array] | None = None
     """Maps inputs to a value per row, which sums subtract from elements to avoid cancellation."""

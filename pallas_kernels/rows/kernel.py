@@ -63,7 +63,8 @@ def apply_rows(
         config: tile sizes; None takes those of ``choice.config_for``.
 
     Returns:
-        Results, of the inputs' shape and dtype, and partial sums over rows, fp32 [N, C].
+        Results, of the inputs' shape and dtype, then totals, fp32 [R]; and partial sums over rows,
+        fp32 [N, C].
 
     Raises:
         UnsupportedError: the kernel does not take such rows.
@@ -71,7 +72,7 @@ def apply_rows(
     call = RowCall.of(formula, inputs_RC, vectors_C)
     num_rows = inputs_RC[0].shape[0]
     plan = _Plan(f=formula, c=config or config_for(num_rows, call), call=call, num_rows=num_rows)
-    c, copies, sum_copies = plan.c, plan.copies, plan.sum_copies
+    c, copies, sum_copies, total_copies = plan.c, plan.copies, plan.sum_copies, plan.total_copies
     inputs = list(inputs_RC)
     if c.interpretable:
         inputs = [jnp.pad(x.reshape(-1), (0, c.columns)) for x in inputs_RC]
@@ -83,6 +84,7 @@ def apply_rows(
             name: [jax.ShapeDtypeStruct((each.num_rows * each.width,), dtype)] * count
             for name, each, dtype, count in (
                 ("results", copies, call.dtype, formula.num_results),
+                ("totals", total_copies, jnp.float32, formula.num_totals),
                 ("sums", sum_copies, jnp.float32, formula.num_sums),
             )
         },
@@ -103,7 +105,8 @@ def apply_rows(
         tuple(each.whole(x).reshape(-1, call.columns) for x in found[name])
         for name, each in (("results", copies), ("sums", sum_copies))
     )
-    return results, sums
+    totals = (x.reshape(num_rows, -1)[:, 0] for x in found["totals"])
+    return (*results, *totals), sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +177,12 @@ class _Plan:
             return found
         size = WARPS * self.call.columns
         return dataclasses.replace(found, columns=size, piece=size, width=size)
+
+    @property
+    def total_copies(self) -> Copies:
+        """Copies that locate totals: in words, one register of each thread for each of its rows."""
+        size = self.c.shape[0] * LANES * self.c.vector
+        return dataclasses.replace(self.copies, columns=size, piece=size, width=size)
 
     def shifted(self, x_C: jax.Array) -> jax.Array:
         """Lays out a vector in chunks, once per shift of a period's units."""
@@ -401,7 +410,10 @@ class _Rows:
         pivot, numbers = folded
         if not self.parts.whole:
             numbers = receive(c, self.smem, i, f.num_numbers)
-        totals = [to_columns(x, c.shape) for x in f.join(self.parts, pivot, *numbers)]
+        joined = f.join(self.parts, pivot, *numbers)
+        for out, total in zip(self.gmem.totals, joined[: f.num_totals], strict=True):
+            self.write_total(total, out, self.row(i))
+        totals = [to_columns(x, c.shape) for x in joined]
 
         def step(chunk, sums, *, cut):
             results, addends = f.finish(self.input_of(i, chunk), self.vectors.of(chunk), totals)
@@ -428,6 +440,15 @@ class _Rows:
         return (
             total + addend if self.c.interpretable else added(total, addend, vector=self.c.vector)
         )
+
+    def write_total(self, total, out, row) -> None:
+        """Stores a number of each row by the first warpgroup that computes it."""
+
+        @pl.when(self.member == 0)
+        def _():
+            wide = to_columns(total, (self.c.shape[0], LANES * self.c.vector))
+            wide = plgpu.layout_cast(wide, self.layout)
+            self.write(self.plan.total_copies, wide, out, row, 0, None)
 
     def write(self, copies, x, out, row, chunk, cut: Cut | None) -> None:
         """Stores one chunk of a row from registers to global memory."""

@@ -17,7 +17,13 @@ from pallas_kernels.rows.formula import MASK, Formula, RowCall
 from pallas_kernels.rows.kernel import apply_rows
 
 from .formulas import forward, gradient, log_gradient
-from .reference import log_softmax_reference, softmax_gradient_reference, softmax_reference
+from .formulas import logsumexp as logsumexp_formula
+from .reference import (
+    log_softmax_reference,
+    logsumexp_reference,
+    softmax_gradient_reference,
+    softmax_reference,
+)
 
 
 def softmax(
@@ -89,6 +95,59 @@ def log_softmax(
     if implementation == "reference":
         return log_softmax_reference(x)
     return _dispatched(x, None, implementation, num_devices, log=True)
+
+
+def logsumexp(
+    x: jax.Array, *, axis: int = -1, implementation: str = "auto", num_devices: int = 1
+) -> jax.Array:
+    """Computes ``log(sum(exp(x)))`` over the last dim, in fp32.
+
+    Args:
+        x: [..., C], floats.
+        axis: must be the last dim.
+        implementation: as in ``softmax``; the gradient is XLA's.
+        num_devices: as in ``softmax``.
+
+    Raises:
+        InputError, UnsupportedError: as ``softmax``.
+
+    Examples:
+        >>> pallas_kernels.logsumexp(jnp.zeros((1, 2))).tolist()
+        [0.693147...]
+    """
+    dispatch.check_input("logsumexp", x, axis)
+    if implementation == "reference":
+        return logsumexp_reference(x)
+    x_RC = dispatch.as_rows(x)
+    call, rows = RowCall.of(logsumexp_formula(), [x_RC]), x_RC.shape[0]
+    way = dispatch.choose(
+        implementation, "logsumexp", "forward", rows, call, num_devices=num_devices
+    )
+    return _logsumexp(way, x_RC).reshape(x.shape[:-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logsumexp(way: str, x_RC: jax.Array) -> jax.Array:
+    if way == "hopper":
+        return dispatch.looped(functools.partial(_hopper, logsumexp_formula()))(x_RC)
+    return logsumexp_reference(x_RC)
+
+
+def _keep_logsumexp(way: str, x_RC: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    total_R = _logsumexp(way, x_RC)
+    return total_R, (x_RC, total_R)
+
+
+def _logsumexp_gradient(
+    way: str, kept: tuple[jax.Array, jax.Array], d_total_R: jax.Array
+) -> tuple[jax.Array]:
+    del way
+    x_RC, total_R = kept
+    power_RC = jnp.exp(x_RC.astype(jnp.float32) - total_R[:, None])
+    return ((d_total_R[:, None] * power_RC).astype(x_RC.dtype),)
+
+
+_logsumexp.defvjp(_keep_logsumexp, _logsumexp_gradient)
 
 
 def _dispatched(

@@ -1,5 +1,7 @@
 """Softmaxes and their gradients as formulas of the row kernel. Dims: A row or part, P part."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -52,6 +54,23 @@ def forward(*, log: bool, masked: bool) -> Formula:
         name="log_softmax" if log else "softmax",
         fold=fold, merge=merge, join=join, finish=finish, num_numbers=2,
     )  # fmt: skip
+
+
+def logsumexp() -> Formula:
+    """Returns the formula of ``log(sum(exp(x)))``, one number per row."""
+    softmaxed = forward(log=True, masked=False)
+
+    def join(parts: Parts, pivot: None, *numbers_P: jax.Array):
+        largest, total = softmaxed.join(parts, pivot, *numbers_P)
+        return (largest + total,)
+
+    def finish(load: Load, vector: Load, totals: list[jax.Array]):
+        del load, vector, totals
+        return (), ()
+
+    return dataclasses.replace(
+        softmaxed, name="logsumexp", join=join, finish=finish, num_results=0, num_totals=1
+    )
 
 
 def gradient() -> Formula:

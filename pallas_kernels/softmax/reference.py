@@ -1,4 +1,4 @@
-"""Softmax and log-softmax in plain jnp, which every implementation must match.
+"""Softmax, log-softmax and logsumexp in plain jnp, which every implementation must match.
 
 Dims: C column, the last.
 """
@@ -33,3 +33,8 @@ def softmax_gradient_reference(y: jax.Array, d_y: jax.Array) -> jax.Array:
 def log_softmax_reference(x: jax.Array) -> jax.Array:
     """Computes ``x - max - log(sum(exp(x - max)))`` over the last dim in fp32, rounded once."""
     return jax.nn.log_softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype)
+
+
+def logsumexp_reference(x: jax.Array) -> jax.Array:
+    """Computes ``log(sum(exp(x)))`` over the last dim in fp32."""
+    return jax.nn.logsumexp(x.astype(jnp.float32), axis=-1)

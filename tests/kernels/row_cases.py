@@ -82,6 +82,7 @@ def formulas(columns: int, dtype=jnp.bfloat16) -> dict[str, tuple[Formula, int, 
     made = {
         "softmax": (softmaxes.forward(log=False, masked=False), 1, 0),
         "log_softmax": (softmaxes.forward(log=True, masked=False), 1, 0),
+        "logsumexp": (softmaxes.logsumexp(), 1, 0),
         "masked_softmax": (softmaxes.forward(log=False, masked=True), 2, 0),
         "softmax_gradient": (softmaxes.gradient(), 2, 0),
         "log_softmax_gradient": (softmaxes.log_gradient(), 2, 0),

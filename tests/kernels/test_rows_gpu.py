@@ -31,6 +31,15 @@ def test_softmax(columns, f):
     assert_within_rounding(got, softmaxes.exact(x, d_y, f=f))
 
 
+@pytest.mark.parametrize("columns", [128, 1001, 4096, 32768, 50257, 131072, 151936])
+def test_logsumexp_does_not_depend_on_other_rows(columns):
+    x, d_y = softmaxes.inputs((num_rows(columns), columns), jnp.float32)
+    got = softmaxes.total_and_gradient(x, d_y[:, 0], implementation="hopper")
+    assert_within_rounding(got, softmaxes.exact_logsumexp(x, d_y[:, 0]))
+    few = softmaxes.total_and_gradient(x[8:16], d_y[8:16, 0], implementation="hopper")[0]
+    np.testing.assert_array_equal(np.asarray(few), np.asarray(got[0][8:16]))
+
+
 @pytest.mark.parametrize("columns", [128, 4096, 50257, 131072])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_softmax_of_other_dtypes(dtype, columns):

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import InputError, UnsupportedError, log_softmax, rms_norm, softmax
+from pallas_kernels import (
+    InputError,
+    UnsupportedError,
+    log_softmax,
+    logsumexp,
+    rms_norm,
+    softmax,
+)
 from pallas_kernels.common import device
 from pallas_kernels.rows.dispatch import DTYPES
 from pallas_kernels.rows.kernel import apply_rows
@@ -79,6 +86,31 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, f, dtype):
     with interpreted_hopper():
         got = evaluate(x, d_y, f=f, implementation="hopper")
     assert_within_rounding(got, exact(x, d_y, f=f))
+
+
+def exact_logsumexp(x, d_total):
+    """The sum's logarithm and its gradient, which is the softmax in the dtype of x."""
+    wide_x = wide(x)
+    largest = wide_x.max(axis=-1, keepdims=True)
+    power = np.exp(Rounded(wide_x - largest))
+    total = power.sum(axis=-1, keepdims=True)
+    return (np.log(total) + Rounded(largest))[:, 0], Rounded(wide(d_total)[:, None]) * power / total
+
+
+def total_and_gradient(x, d_total, **options):
+    total, vjp = jax.vjp(jax.jit(functools.partial(logsumexp, **options)), x)
+    return total, *vjp(d_total)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(jnp.float32, (3, 2048)), (jnp.bfloat16, (8, 32))])
+@pytest.mark.parametrize("implementation", ["hopper", "xla"])
+def test_logsumexp(implementation, dtype, shape):
+    x, d_y = inputs(shape, dtype)
+    x[0, : shape[1] // 2], d_total = -np.inf, d_y[:, 0].astype(np.float32)
+    with interpreted_hopper():
+        got = total_and_gradient(x, d_total, implementation=implementation)
+    assert got[0].dtype == jnp.float32
+    assert_within_rounding(got, exact_logsumexp(x, d_total))
 
 
 @pytest.mark.slow

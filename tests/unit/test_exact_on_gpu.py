@@ -26,7 +26,7 @@ KERNELS = {
     "append_heads",
     "attention_forward",
     "grouped_matmul",
-    "log_softmax",
+    "logsumexp",
     "paged_attention_chunk",
     "paged_attention_token",
     "rms_norm",
