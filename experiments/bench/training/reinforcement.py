@@ -4,26 +4,26 @@
 
 - ``hand_over``: milliseconds from a step's weights to an engine that may sample with them, of
   Llama 3.2 1B, and the programs that were compiled meanwhile;
-- ``loop``: steps of GRPO with some layers of a model, and the same completions and training steps
-  alone. ``share`` is the time of both alone divided by the last step's. Every few seconds a line
-  says how far the engine is. A run that ends before the completions alone has no ``share``;
+- ``loop``: steps of GRPO with some layers of a model, after all programs are compiled. Then the
+  engine alone completes the last step's prompts again, and a training step runs alone. ``share`` is
+  the time that the last step's tokens take at the engine's rate alone, plus that of a training step
+  alone, divided by the time of the last step;
 - ``adapters``: a step of Llama 3 8B with adapters, the device's peak in it, and what
   ``jaxinfra memory`` foretells. It comes first: the peak is one of the whole process.
 """
 
 import argparse
-import collections
-import contextlib
 import dataclasses
 import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
@@ -34,6 +34,7 @@ from jaxinfra.config.presets.mixtures import qwen3_30b_a3b
 from jaxinfra.config.presets.models import llama3_8b, llama32_1b, qwen3_4b
 from jaxinfra.config.rl import RlConfig
 from jaxinfra.config.run import RunConfig
+from jaxinfra.data.batch import Batch
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.memory.rollouts import rollout_memory
 from jaxinfra.reinforcement.rollouts import RolloutBatches
@@ -43,6 +44,7 @@ from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit, memory_s
 from jaxinfra.training.job import Job, lower_step, make_job
 
 PROMPT = 63  # characters, each a token
+FIRST_TOKENS = 8  # per completion, by which the engine's programs are read onto the GPU
 MODELS = {"qwen3_4b": qwen3_4b, "qwen3_30b_a3b": qwen3_30b_a3b}  # of the loop
 
 
@@ -58,13 +60,11 @@ def config_of(
     prompts = place / "prompts.jsonl"
     lines = ({"prompt": f"{number:>{PROMPT}}"} for number in range(1000))
     prompts.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    start = dataclasses.replace(run_preset("tiny"), model=model)
-    named = ["data.tokenizer.kind=bytes", "precision.policy=bf16", "optimizer.muon=none"]
-    config = codec.override(start, [*named, *settings])
     learn = RlConfig(prompts=str(prompts), reward="zero", **rl)
     init = None if lora is None else InitConfig(path="none", sha256="")
-    config = dataclasses.replace(config, rl=learn, lora=lora, init=init)
-    return codec.normalized(config, RunConfig)
+    start = dataclasses.replace(run_preset("tiny"), model=model, rl=learn, lora=lora, init=init)
+    named = ["data.tokenizer.kind=bytes", "precision.policy=bf16", "optimizer.muon=none"]
+    return codec.normalized(codec.override(start, [*named, *settings]), RunConfig)
 
 
 def hand_over(place: Path) -> None:
@@ -105,81 +105,70 @@ def compile_ahead(job: Job) -> threading.Thread:
     return thread
 
 
-@contextlib.contextmanager
-def heard(batches: RolloutBatches, *, every_s: float = 5.0) -> Iterator[None]:
-    """Tells every few seconds how many programs, steps and tokens the engine has made."""
-    over, began = threading.Event(), time.perf_counter()
-
-    def work() -> None:
-        while not over.wait(every_s):
-            engine = batches._episodes._player._sampler._engine
-            if engine is not None:
-                at_s, made = time.perf_counter() - began, len(engine.runner.programs)
-                counts = {"steps": engine.counts.steps, "tokens": engine.counts.generated_tokens}
-                tell("engine", at_s=at_s, programs=made, **counts)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def compile_loop(job: Job, state: Any, sampler: Sampler, contexts: Mapping[int, Any]) -> None:
+    """Compiles the programs of the loop side by side, and runs those of the engine."""
+    ahead, began = compile_ahead(job), time.perf_counter()
+    training = job.config.training
+    ids = np.zeros((training.batch_size // training.accumulation, training.sequence_length), "i4")
+    weights = ids.astype(np.float32)
+    part = Batch(tokens=ids, targets=ids, segment_ids=None, positions=None, weights=weights)
+    scored = threading.Thread(target=lambda: job.target_value_step(state.tree, job.put(part)))
+    scored.start()
+    whole = sampler._rl
+    sampler._rl = dataclasses.replace(whole, max_new_tokens=FIRST_TOKENS)
+    _engine_rate(sampler, job, state, contexts)
+    sampler._rl = whole
+    scored.join()
+    ahead.join()
+    tell("loop", compiled_s=time.perf_counter() - began)
 
 
 def loop(config: RunConfig, place: Path, *, steps: int) -> None:
     """Runs the loop, then its two phases alone."""
     job = make_job(config)
-    ahead = compile_ahead(job)
     state = job.initialize()
     completions = config.training.batch_size
     sizes = {"parameters": job.model.num_parameters, "completions": completions}
     tell("loop", layers=config.model.num_layers, **sizes)
     batches = RolloutBatches(job, RunDirectory(place / "run"), bytes_tokenizer(), say=print)
     (place / "run").mkdir()
-    whole_s, step_s, record = 0.0, 0.0, {}
-    with heard(batches):
-        for step in range(steps):
-            began = time.perf_counter()
-            batches.follow(state)
-            batch = job.put(next(batches))
-            tell("loop", step=step, sampled_s=time.perf_counter() - began)
-            ahead.join()
-            trained = time.perf_counter()
-            state, _ = jax.block_until_ready(job.train_step(state, batch))
-            whole_s, step_s = time.perf_counter() - began, time.perf_counter() - trained
-            record = batches.read(step + 1)
-            tell("loop", step=step, seconds=whole_s, step_s=step_s, **record)
+    episodes = batches._episodes
+    sampler = episodes._player._sampler
+    contexts = {place: each.ids for place, each in enumerate(episodes._prompts_of(steps - 1))}
+    compile_loop(job, state, sampler, contexts)
+    loop_s, tokens = 0.0, 0.0
+    for step in range(steps):
+        began = time.perf_counter()
+        batches.follow(state)
+        batch = job.put(next(batches))
+        trained = time.perf_counter()
+        state, _ = jax.block_until_ready(job.train_step(state, batch))
+        ended = time.perf_counter()
+        record = batches.read(step + 1)
+        loop_s, tokens = ended - began, completions * record["rl/length"]
+        figures = {"seconds": loop_s, "step_s": ended - trained, "tokens_per_s": tokens / loop_s}
+        tell("loop", step=step, **figures, **record)
     began = time.perf_counter()
     state, _ = jax.block_until_ready(job.train_step(state, batch))
-    alone_s = time.perf_counter() - began
-    tell("loop", step_alone_s=alone_s)
-    tokens = completions * record["rl/length"]
-    episodes = batches._episodes
-    contexts = {place: each.ids for place, each in enumerate(episodes._prompts_of(steps - 1))}
-    # The sampler's programs are compiled.
-    engine_s = _engine_alone_s(episodes._player._sampler, job, state, contexts)
+    step_s = time.perf_counter() - began
+    tell("loop", step_alone_s=step_s)
+    rate = _engine_rate(sampler, job, state, contexts)
     batches.close()
-    tell(
-        "loop",
-        share=(alone_s + engine_s) / whole_s,
-        engine_alone_s=engine_s,
-        step_alone_s=alone_s,
-        loop_s=whole_s,
-        tokens_per_s=tokens / whole_s,
-    )
+    share = (step_s + tokens / rate) / loop_s
+    tell("loop", share=share, engine_alone_tokens_per_s=rate, step_alone_s=step_s, loop_s=loop_s)
 
 
-def _engine_alone_s(
+def _engine_rate(
     sampler: Sampler, job: Job, state: Any, contexts: Mapping[int, Sequence[int]]
 ) -> float:
-    """Seconds of the engine for the completions of these contexts, with nothing beside it."""
+    """Tokens per second of the engine that completes these contexts, with nothing beside it."""
     sampler.renew(job.model.frozen, state.tree)
     began = time.perf_counter()
-    collections.deque(sampler.sample(contexts, seed=1, is_over=lambda: False), maxlen=0)
+    ended = sampler.sample(contexts, seed=1, is_over=lambda: False)
+    tokens = sum(len(each.ids) for each in ended)
     seconds = time.perf_counter() - began
     sampler.release()
-    return seconds
+    return tokens / seconds
 
 
 def _compare(config: RunConfig, **figures: Any) -> None:
