@@ -163,9 +163,10 @@ def looped(kind: Any, x: jax.Array, weight: jax.Array, *, transposed: bool, **ch
     )  # fmt: skip
     shapes = {"out": (2 * B * M, N), "gathered": (2 * B * M, K)}
     if not gathers:
-        shapes = {"out": (B * M, N), "inbox": (1, B * M, N)}
+        shapes = {"out": (B * M, N), "inbox": kernel.inbox}
     results = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in shapes.items()}
     found = kernel.launch({"a": [x.reshape(-1, K)], "b": [weight]}, results)
+    found.pop("inbox", None)
     return {name: y.reshape(B, -1, y.shape[-1])[:, :M] for name, y in found.items()}
 
 

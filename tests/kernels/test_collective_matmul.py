@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu.launch_context import LaunchContext
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import InputError, UnsupportedError
 from pallas_kernels.collective_matmul import dispatch
-from pallas_kernels.collective_matmul.hopper import all_gather_kernel, reduce_scatter_kernel
+from pallas_kernels.collective_matmul.hopper import (
+    all_gather_kernel,
+    kernel,
+    reduce_scatter_kernel,
+)
 from pallas_kernels.collective_matmul.hopper.config import CollectiveConfig
 from pallas_kernels.collective_matmul.hopper.reduce_scatter_kernel import ReduceScatterKernel
 from pallas_kernels.common import device
@@ -131,8 +137,12 @@ def test_auto_follows_the_measured_table(tmp_path, monkeypatch):
 @pytest.mark.slow  # lowering takes seconds
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gathers", [False, True])
-def test_the_kernels_lower_for_gpus_without_multicast(monkeypatch, gathers, transposed):
+def test_the_kernels_lower_without_multicast_and_without_descriptors_of_peers_arrays(
+    monkeypatch, gathers, transposed
+):
+    """A descriptor of a peer's array is made on the host, from the host's table of addresses."""
     monkeypatch.setattr(dispatch, "WRONG", None)
+    monkeypatch.setattr(LaunchContext, "host_collective_metadata", property(_unread))
     case = CollectiveCase(B=2, M=1024, K=512, N=(768, 512), transposed=transposed)
     run = with_gradients(case, mesh(2, 2), "hopper", gathers)
     with device.compiling_for(device.H200):
@@ -143,6 +153,10 @@ def test_the_kernels_lower_for_gpus_without_multicast(monkeypatch, gathers, tran
     assert "symmetric_memory_parameters" not in text, "multicast, which shared hosts forbid"
 
 
+def _unread(_):
+    raise AssertionError("a peer's address was read on the host")
+
+
 class _Unread:
     """Counters that nothing waits for, as the interpreter has none."""
 
@@ -150,6 +164,11 @@ class _Unread:
 
     def __getitem__(self, _):
         return self
+
+
+def _copy(source, target, far):
+    del far
+    plgpu.copy_smem_to_gmem(source, target, commit_group=False)
 
 
 @pytest.mark.slow
@@ -163,6 +182,8 @@ def test_a_block_alone_computes_all_tiles_in_the_interpreter(
     monkeypatch.setattr(ring, "NUM_PROCESSORS", 1)
     for module in (all_gather_kernel, reduce_scatter_kernel):
         monkeypatch.setattr(module, "wait_for_peer", lambda flag, count: None)
+        monkeypatch.setattr(module, "send", _copy)
+    monkeypatch.setattr(kernel, "distance", lambda ref, other: None)
     monkeypatch.setattr(kind, "flags", lambda self, count: _Unread())
     monkeypatch.setattr(kind, "signal", lambda self, flag, peer: None)
     rng = np.random.default_rng(5)

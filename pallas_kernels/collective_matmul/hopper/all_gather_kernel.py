@@ -1,12 +1,13 @@
 """The kernel of ``all_gather(x) @ weight``.
 
-Some blocks first push this device's rows to all peers by TMA, through shared memory, then multiply
-like the others. Own rows come first, then peers' rows as they arrive.
+Some blocks first push this device's rows to all peers, through shared memory, then multiply like
+the others. Own rows come first, then peers' rows as they arrive.
 
 Dims: M position on a device, K contraction, N column.
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +20,9 @@ from pallas_kernels.grouped_matmul.hopper.ring import RingKernel
 from pallas_kernels.hopper.mosaic import plgpu
 
 from .config import COLUMNS, DONE, UNIT_ROWS, UNTOLD
-from .kernel import CollectiveKernel, wait_for_peer
+from .kernel import CollectiveKernel, fetch, send, wait_for_peer
+
+_SLOT = BLOCK_DEPTH * COLUMNS  # numbers in a tile of the weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,25 +33,34 @@ class AllGatherKernel(CollectiveKernel):
 
     @property
     def chunk_shape(self) -> tuple[int, int]:
-        """Rows and columns of what a block pushes at a time: those of a tile of the weight."""
-        return (UNIT_ROWS, BLOCK_DEPTH) if self.transposed else (BLOCK_DEPTH, COLUMNS)
+        """Rows and columns of what a block pushes at a time: contiguous, at most a ring slot."""
+        (depth,) = self.depths
+        if depth > _SLOT:
+            widths = range(COLUMNS, _SLOT + 1, COLUMNS)
+            return 1, max(width for width in widths if depth % width == 0)
+        return min(1 << ((_SLOT // depth).bit_length() - 1), UNIT_ROWS), depth
 
     @property
     def chunks_of_unit(self) -> int:
-        """Number of chunks, each as large as a tile of the weight, in 256 rows of x."""
-        return self.depths[0] // BLOCK_DEPTH
+        """Number of chunks in 256 rows of x."""
+        return UNIT_ROWS * self.depths[0] // math.prod(self.chunk_shape)
 
     def scratch(self) -> dict[str, Any]:
-        """Returns buffers and barriers of the ring, and barriers of the chunks that are pushed."""
-        stages = self.c.num_stages
+        """Returns buffers and barriers of the ring, and those of the chunks that are pushed.
+
+        Chunks are in the slots of the weight before the block's first tile.
+        """
+        stages, ring = self.c.num_stages, CollectiveKernel.scratch(self)
         mine = {
+            "b": plgpu.RefUnion(ring["b"], plgpu.SMEM((stages, *self.chunk_shape), self.dtype)),
             "loaded": plgpu.Barrier(num_barriers=stages),
             "free": plgpu.Barrier(num_barriers=stages),
         }
-        return CollectiveKernel.scratch(self) | mine
+        return ring | mine
 
     def roles(self, gmem: Any, smem: Any) -> None:
         """Runs the roles, with a counter for each peer and unit of its rows."""
+        smem.b, smem.chunks = smem.b
         units = self.num_rows // UNIT_ROWS
         smem.arrived = self.flags((self.num_devices - 1) * units)
         RingKernel.roles(self, gmem, smem)
@@ -85,7 +97,7 @@ class AllGatherKernel(CollectiveKernel):
 
         @pl.when(worker < pushers)
         def _():
-            stages = self.c.num_stages
+            stages, far = self.c.num_stages, self.distances(gmem.gathered)
             count = lax.div(total - worker + pushers - 1, pushers)
 
             def step(j, _):
@@ -94,7 +106,7 @@ class AllGatherKernel(CollectiveKernel):
 
                 @pl.when((sent >= 0) & (sent < count))
                 def _():
-                    self._send_chunk(gmem, smem, sent)
+                    self._send_chunk(gmem, smem, sent, far)
 
                 # Empty groups behind the last chunk, so that each step has one to wait for.
                 pl.when(sent >= count)(plgpu.commit_smem_to_gmem_group)
@@ -124,17 +136,18 @@ class AllGatherKernel(CollectiveKernel):
         plgpu.barrier_wait(smem.free.at[slot])
         row, columns, _ = self._chunk(j)
         part = gmem.a[0].at[pl.ds(row, self.chunk_shape[0]), columns]
-        plgpu.copy_gmem_to_smem(part, smem.b.at[slot], smem.loaded.at[slot])
+        fetch(part, smem.chunks.at[slot], smem.loaded.at[slot])
 
-    def _send_chunk(self, gmem: Any, smem: Any, j: jax.Array) -> None:
+    def _send_chunk(self, gmem: Any, smem: Any, j: jax.Array, far: list[Any]) -> None:
         slot = self.slot(j)
         plgpu.barrier_wait(smem.loaded.at[slot])
         row, columns, _ = self._chunk(j)
         rows = self.chunk_shape[0]
         to = pl.ds(pl.multiple_of(self.row_of_all(0, row), rows), rows)
-        targets = [self.there(gmem.gathered, peer) for peer in range(1, self.num_devices)]
-        for target in (*targets, gmem.gathered):
-            plgpu.copy_smem_to_gmem(smem.b.at[slot], target.at[to, columns], commit_group=False)
+        chunk, target = smem.chunks.at[slot], gmem.gathered.at[to, columns]
+        for each in far:
+            send(chunk, target, each)
+        plgpu.copy_smem_to_gmem(chunk, target, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
         # The chunk before this one is read.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)

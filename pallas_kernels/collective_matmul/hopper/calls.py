@@ -81,7 +81,7 @@ def product_reduce_scatter(
     )  # fmt: skip
     results = {
         "out": jax.ShapeDtypeStruct((B * M, N), x.dtype),
-        "inbox": jax.ShapeDtypeStruct((D - 1, B * M, N), x.dtype),
+        "inbox": jax.ShapeDtypeStruct(kernel.inbox, x.dtype),
     }
     rows = [x.reshape(B * D * M, -1) for x, _ in factors]
     found = kernel.launch({"a": rows, "b": [w for _, w in factors]}, results)

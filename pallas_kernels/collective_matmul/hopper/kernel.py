@@ -4,16 +4,23 @@ Blocks are persistent and take tiles of 128 x 256 results in order from a counte
 copies operands ahead; two multiply 64 rows each (``grouped_matmul.hopper.ring``). No block waits
 for a peer before it has sent what the peer waits for, so launches end wherever all begin.
 
+What is sent is contiguous, from shared memory to an address that the kernel reads when it runs.
+TMA's descriptor of a peer's array would be made when the launch is recorded in a CUDA graph. XLA
+replays graphs wherever this device's own arrays have the addresses of the recording, even if a
+peer's do not.
+
 Dims: M position on a device, K contraction, N column.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
 
 from pallas_kernels.grouped_matmul.hopper.config import (
     BAND,
@@ -22,7 +29,8 @@ from pallas_kernels.grouped_matmul.hopper.config import (
     WARPGROUP_ROWS,
 )
 from pallas_kernels.grouped_matmul.hopper.ring import RingKernel
-from pallas_kernels.hopper.mosaic import mgpu_utils, plgpu
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
+from pallas_kernels.hopper.threads import address, assembly, constant, i32, one_thread
 
 from .config import COLUMNS, SECONDS, CollectiveConfig
 
@@ -85,6 +93,11 @@ class CollectiveKernel(RingKernel):
         """Returns the row, among all devices' rows, of a device's ``row``."""
         batch, rest = lax.div(row, self.length), lax.rem(row, self.length)
         return (batch * self.num_devices + self.device(peer)) * self.length + rest
+
+    def distances(self, ref: Any) -> list[Any]:
+        """Returns the distance from this device's array to that of each peer, from peer 1 on."""
+        peers = range(1, self.num_devices)
+        return [distance(ref, self.there(ref, peer)) for peer in peers]
 
     def there(self, ref: Any, peer: Any) -> Any:
         """Returns a reference to a peer's array."""
@@ -163,6 +176,50 @@ class CollectiveKernel(RingKernel):
     def flags(self, count: int) -> Any:
         """Returns counters of what arrived from peers, 0 at first."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+
+
+def distance(ref: Any, other: Any) -> Any:
+    """Returns the distance in bytes between two references' addresses: its low and high int32."""
+    word = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(word, word))
+    def measure(_, ref, other):
+        i64 = ir.IntegerType.get_signless(64)
+        begin, end = (llvm.ptrtoint(i64, mgpu_utils.memref_ptr(each)) for each in (ref, other))
+        far = arith.subi(end, begin)
+        words = (arith.trunci(i32(), arith.shrui(far, mgpu.c(at, i64))) for at in (0, 32))
+        return tuple(mgpu.FragmentedArray.splat(each, (), is_signed=True) for each in words)
+
+    return measure(ref, other)
+
+
+def fetch(source: Any, target: Any, barrier: Any) -> None:
+    """Starts the copy of contiguous global memory to a buffer that is not swizzled."""
+    plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def send(source: Any, target: Any, far: Any) -> None:
+    """Starts the copy of a contiguous buffer in shared memory to a peer's array, uncommitted.
+
+    Args:
+        source: a buffer that is not swizzled.
+        target: as much contiguous memory at the place in this device's own array.
+        far: the ``distance`` of the peer's array.
+    """
+    num_bytes = math.prod(source.shape) * source.dtype.itemsize
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), splat, splat))
+    def start(_, source, target, low, high):
+        i64 = ir.IntegerType.get_signless(64)
+        low, high = (arith.extui(i64, each.registers.flat[0]) for each in (low, high))
+        far = arith.ori(low, arith.shli(high, mgpu.c(32, i64)))
+        there = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(target)), far)
+        text = "@$0 cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3;"
+        operands = [one_thread(), there, address(source), constant(num_bytes)]
+        assembly(None, operands, text, "b,l,r,r,~{memory}", pure=False)
+
+    start(source, target, *far)
 
 
 def wait_for_peer(flag: Any, count: int) -> None:

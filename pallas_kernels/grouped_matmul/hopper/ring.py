@@ -193,6 +193,11 @@ class RingKernel(abc.ABC):
         """Number of columns of a result that one TMA copy stores."""
         return LINE_BYTES // self.out_dtype.itemsize
 
+    @property
+    def unswizzled(self) -> tuple[int, ...]:
+        """Shape of a warpgroup's buffer of results that is not swizzled."""
+        return WARPGROUP_ROWS, self.line
+
     def shared(self, **operands: tuple[int, int]) -> dict[str, Any]:
         """Returns buffers of a ring with operand tiles of these shapes, and all barriers."""
         ring = {
@@ -214,15 +219,17 @@ class RingKernel(abc.ABC):
 
     def run(self, gmem: Any, smem: Any) -> None:
         """Runs one block with buffers for stores: swizzled for whole tiles, plain for others."""
-        shape = (NUM_COMPUTE, 2, WARPGROUP_ROWS, self.line)
+        buffers = (NUM_COMPUTE, 2)
         transforms = tiled(128, self.out_dtype.itemsize)
-        swizzled = plgpu.SMEM(shape, self.out_dtype, transforms=transforms)
+        swizzled = plgpu.SMEM(
+            (*buffers, WARPGROUP_ROWS, self.line), self.out_dtype, transforms=transforms
+        )
 
         def roles(out: Any) -> None:
             smem.out = out
             self.roles(gmem, smem)
 
-        out = plgpu.RefUnion(swizzled, plgpu.SMEM(shape, self.out_dtype))
+        out = plgpu.RefUnion(swizzled, plgpu.SMEM((*buffers, *self.unswizzled), self.out_dtype))
         pl.run_scoped(roles, out, collective_axes="wg")
 
     def roles(self, gmem: Any, smem: Any) -> None:
