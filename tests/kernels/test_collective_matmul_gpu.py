@@ -27,23 +27,42 @@ CASES = {
     "transposed": CollectiveCase(B=2, M=2048, K=1536, N=(1024, 512), transposed=True),
     "many tiles": CollectiveCase(B=1, M=8192, K=1024, N=(4096,)),
 }
+REPEATED = "many tiles"
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs that reach each other")
-@pytest.mark.xfail(reason="values of repeated programs were wrong: dispatch.WRONG", strict=False)
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_right_and_repeat_bit_for_bit(monkeypatch, name, gathers, graphs):
+    """Results of some runs stay, and one device alone has other arrays, so that addresses change on
+    one device and not on the other. XLA records programs of five kernels in CUDA graphs.
+    """
     monkeypatch.setattr(dispatch, "WRONG", None)
     case, options = CASES[name], () if graphs else (("xla_gpu_enable_command_buffer", ""),)
     given = jax.device_put(case.draw(gathers=gathers))
     run = with_gradients(case, mesh(), "hopper", gathers, options)
     first = run(*given)
     assert_within_rounding(first, case.exact(*given, gathers=gathers, devices=2))
-    for _ in range(100):
+    held: list = [None] * 3
+    for i in range(1000 if name == REPEATED else 100):
+        blocks = [jnp.copy(shard.data) for shard in _shards(first)[i % 2 :: 2]]
         again = run(*given)
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(_bits(a), _bits(b)), again, first)
+        same = [_equal(a.data, b.data) for a, b in zip(_shards(again), _shards(first), strict=True)]
+        assert all(jax.device_get(same)), f"repeat {i}"
+        held[i % 3] = (again, blocks) if i % 5 else None
+
+
+def _shards(tree):
+    return [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+
+
+@jax.jit
+def _equal(a, b):
+    kind = f"uint{8 * a.dtype.itemsize}"
+    return jnp.array_equal(
+        jax.lax.bitcast_convert_type(a, kind), jax.lax.bitcast_convert_type(b, kind)
+    )
 
 
 def _bits(x: jax.Array) -> np.ndarray:
