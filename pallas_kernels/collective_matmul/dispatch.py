@@ -23,11 +23,12 @@ LEAST_COLUMNS = 256
 LEAST_GAIN = 1.02
 """Least measured speedup over XLA's collective and product."""
 WRONG: str | None = (
-    "on two H200s programs of several of these kernels computed wrong values, though each kernel "
-    "alone was right"
+    "on two H200s programs of several of these kernels computed wrong values, and the kernels that "
+    "mend it have not run on two GPUs"
 )
-"""The reason for which the kernels are refused on several devices. The cause may be a CUDA graph
-that XLA recorded and that keeps earlier addresses of a peer. Tests and benchmarks set it None."""
+"""The reason for which the kernels are refused on several devices. XLA replayed CUDA graphs with
+earlier addresses of a peer's arrays. The kernels read these addresses themselves now. Tests and
+benchmarks set it None."""
 _WITHIN = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
 """Largest ``|log2(ratio)|`` of a size to a measured one at which the measurement counts."""
 

@@ -144,6 +144,15 @@ class GatherFromItself(_Itself, AllGatherKernel):
     __slots__ = ()
 
 
+class GatherFromNobody(GatherFromItself):
+    """Waits for a second device that never says that it has sent."""
+
+    __slots__ = ()
+
+    def signal(self, flag, peer):
+        pass
+
+
 class ScatterToItself(_Itself, ReduceScatterKernel):
     """Adds the second device's rows of the product to the first one's."""
 
@@ -153,7 +162,7 @@ class ScatterToItself(_Itself, ReduceScatterKernel):
 def looped(kind: Any, x: jax.Array, weight: jax.Array, *, transposed: bool, **changes: Any) -> Any:
     """Runs a kernel by itself: x [B, M, K] to gather, or [B, 2 M, K] whose product to scatter."""
     B, M, K = x.shape
-    gathers, N = kind is GatherFromItself, weight.shape[0 if transposed else 1]
+    gathers, N = issubclass(kind, AllGatherKernel), weight.shape[0 if transposed else 1]
     M = M if gathers else M // 2
     config = GroupedConfig(columns=256, in_any_order=changes.pop("in_any_order", True))
     kernel = kind(
