@@ -25,15 +25,30 @@ from .hopper_matmul import DEPTH, LEAST_STEPS, WARPGROUP_ROWS, ScaledConfig, Sca
 from .reference import ScaledSpec
 
 
+NARROW = 192  # columns of the narrower tiles
+
+
 def many_rows_config(M: int, N: int, K: int) -> ScaledConfig:
-    """Returns tiles for an [M, K] by [K, N] product; few tiles split K to use more SMs."""
+    """Returns tiles for an [M, K] by [K, N] product; few tiles split K to use more SMs.
+
+    Tiles are narrower where the last of them leave many SMs idle otherwise.
+    """
     config = ScaledConfig(part_n=256, in_turns=False)
     tiles = -(-M // config.tile_m) * -(-N // config.tile_n)
     steps = K // DEPTH
     even = (splits for splits in range(2, steps // LEAST_STEPS + 1) if steps % splits == 0)
     splits = max((s for s in even if tiles * s <= NUM_PROCESSORS), default=1)
-    cluster = 2 if splits == 1 and config.tile_m < M else 1
-    return dataclasses.replace(config, splits=splits, cluster=cluster)
+    if splits > 1:
+        return dataclasses.replace(config, splits=splits)
+    cluster = 2 if config.tile_m < M else 1
+
+    def columns_in_turn(width: int) -> int:
+        """Columns that the busiest block multiplies, one tile after another."""
+        clusters = -(-M // (config.tile_m * cluster)) * -(-N // width)
+        return width * -(-clusters // (NUM_PROCESSORS // cluster))
+
+    width = min((config.tile_n, NARROW), key=columns_in_turn)
+    return dataclasses.replace(config, cluster=cluster, tile_n=width, part_n=width)
 
 
 def many_rows_hopper(

@@ -1,5 +1,6 @@
 """Products in e4m3 with a scale per row of the input: kernels in the interpreter, and lowered."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.row_inputs import RmsNorm, swiglu_of_halves
 from pallas_kernels.few_rows_matmul.rounded import rounded_rows
 from pallas_kernels.fp8.hopper_few_rows import FewRowsConfig, few_rows_config, few_rows_hopper
-from pallas_kernels.fp8.hopper_many_rows import many_rows_config, many_rows_hopper
+from pallas_kernels.fp8.hopper_many_rows import NARROW, many_rows_config, many_rows_hopper
 from pallas_kernels.fp8.hopper_matmul import ScaledConfig, shared_memory_bytes
 from pallas_kernels.fp8.hopper_round_rows import round_rows_hopper
 from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES
@@ -33,6 +34,10 @@ KERNELS = {
     "few rows": ((24, 128, 256), FewRowsConfig(groups=2, stages=2)),
     "few rows, split": ((16, 64, 512), FewRowsConfig(splits=2, stages=2)),
     "many rows": ((72, 320, 256), SMALL_RING),
+    "many rows, narrow": (
+        (72, 320, 256),
+        dataclasses.replace(SMALL_RING, tile_n=NARROW, part_n=NARROW),
+    ),
 }
 SHAPES = ((1, 4096, 6144), (64, 14336, 4096), (65, 4096, 28672), (1024, 4096, 4096))
 """Rows, depth and columns of an 8B model's products."""
@@ -43,7 +48,7 @@ def interpreted(f, *arrays):
         return jax.jit(f)(*arrays)
 
 
-@pytest.mark.slow_cases("many rows")
+@pytest.mark.slow_cases("many rows", "many rows, narrow")
 @pytest.mark.parametrize("case", list(KERNELS))
 def test_kernels_compute_the_formula(case):
     (M, N, K), config = KERNELS[case]
@@ -132,6 +137,8 @@ def test_tiles_fit_and_use_the_processors():
             many = many_rows_config(M, N, K)
             assert shared_memory_bytes(many, columns_scaled=False) <= SMEM_BYTES
             assert -(-M // 128) * -(-N // 256) * many.splits >= 0.7 * NUM_PROCESSORS
+    widths = {n: many_rows_config(1000, n, 4096).tile_n for n in (4096, 6144, 28672)}
+    assert widths == {4096: 256, 6144: NARROW, 28672: 256}
 
 
 def test_what_no_kernel_takes_is_refused():
