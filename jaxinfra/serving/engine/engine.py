@@ -302,17 +302,17 @@ class Engine:
 
     def check(self, request: GenerationRequest) -> None:
         """Checks a request, and raises the DataError or ConfigError that ``submit`` would raise."""
-        ids = np.asarray(request.prompt_ids, np.int64)
-        if not ids.size:
+        ids = request.prompt_ids
+        if not ids:
             raise DataError("the prompt has no tokens; begin it with the document separator")
-        if ids.size > self.limits.context:
+        if len(ids) > self.limits.context:
             raise DataError(
-                f"the prompt has {ids.size} tokens, more than the {self.limits.context} positions "
+                f"the prompt has {len(ids)} tokens, more than the {self.limits.context} positions "
                 "that a request can have here; shorten it"
             )
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise DataError(
-                f"the prompt has token ids {ids.min()}..{ids.max()}, the model's vocabulary is "
+                f"the prompt has token ids {min(ids)}..{max(ids)}, the model's vocabulary is "
                 f"0..{self.vocab_size - 1}; encode it with the model's tokenizer"
             )
         if request.adapter is not None and request.adapter not in self.adapters:

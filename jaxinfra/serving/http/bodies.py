@@ -166,9 +166,8 @@ class ClientBody(Setting):
             match found.pop():
                 case dict() as each:
                     found += (*each, *each.values())
-                case list() as each:
-                    # Not the token ids, of which there are many.
-                    found += [part for part in each if not isinstance(part, int)]
+                case list() as each if {*map(type, each)} != {int}:  # no token ids: they are many
+                    found += each
                 case str() as each if not is_text(each):
                     raise ValueError(f"{each[:40]!a} holds half a character; send whole ones")
         return body
@@ -289,7 +288,10 @@ class GenerationBody(ClientBody):
 class CompletionBody(GenerationBody):
     """Request body of ``/v1/completions``: prompts to continue."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    # In this order: a kind that is tried in vain makes an error for each of a thousand tokens.
+    prompt: Annotated[
+        TokenIds | str | list[str] | list[TokenIds], pydantic.Field(union_mode="left_to_right")
+    ]
     echo: bool = False
     logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
 
