@@ -286,16 +286,16 @@ _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], _FP32)
 _NUMBERS = np.concatenate([_E2M1, -_E2M1])  # the highest of four bits is the sign
 
 
-def _mxfp4_pairs() -> np.ndarray:
-    """Returns both elements of each byte with each exponent, in bf16: uint32 [256 x 256]."""
+def _mxfp4_numbers() -> np.ndarray:
+    """Returns the numbers of each exponent and byte, low bits first, as bits of bf16: [2, 65536]."""
     byte = np.arange(256)
-    numbers = _NUMBERS[np.stack([byte & 15, byte >> 4], axis=-1)]
+    numbers = _NUMBERS[np.stack([byte & 15, byte >> 4])]
     with np.errstate(over="ignore"):  # such weights are refused as not finite
-        pairs = np.ldexp(numbers, byte.astype(np.int32)[:, None, None] - _BIAS).astype(_BF16)
-    return pairs.view(np.uint32).reshape(-1)
+        numbers = np.ldexp(numbers[:, None, :], byte.astype(np.int32)[:, None] - _BIAS)
+    return numbers.astype(_BF16).view(np.uint16).reshape(2, -1)
 
 
-_PAIRS = _mxfp4_pairs()
+_LOW, _HIGH = _mxfp4_numbers()
 
 type TensorReader = TensorFiles | DequantizedFiles | _Mxfp4Files
 """A reader of a directory's tensors by name, one slice at a time."""
@@ -385,8 +385,10 @@ class _Mxfp4Files:
         packed = self.files.read(name + _BLOCKS, (experts, outputs, groups, slice(0, _GROUP // 2)))
         exponents = self.files.read(name + _SCALES, (experts, outputs, groups))
         places = exponents[..., None].astype(np.uint16) << 8 | packed
-        numbers = np.take(_PAIRS, places).view(_BF16)
-        numbers = numbers.reshape(*exponents.shape[:2], math.prod(numbers.shape[2:]))
+        places = places.reshape(*exponents.shape[:2], math.prod(packed.shape[2:]))
+        places = np.ascontiguousarray(places.transpose(0, 2, 1))
+        found = np.empty((*places.shape[:2], 2, places.shape[2]), np.uint16)
+        found[:, :, 0], found[:, :, 1] = _LOW[places], _HIGH[places]
         start = inputs.start % _GROUP
-        numbers = numbers[..., start : start + inputs.stop - inputs.start]
-        return numbers.transpose(0, 2, 1)
+        rows = found.reshape(len(found), -1, found.shape[-1]).view(_BF16)
+        return rows[:, start : start + inputs.stop - inputs.start]
