@@ -287,7 +287,7 @@ _NUMBERS = np.concatenate([_E2M1, -_E2M1])  # the highest of four bits is the si
 
 
 def _mxfp4_numbers() -> np.ndarray:
-    """Returns the numbers of each exponent and byte, low bits first, as bits of bf16: [2, 65536]."""
+    """Returns both numbers of a byte with each exponent, in bits of bf16: uint16 [2, 65536]."""
     byte = np.arange(256)
     numbers = _NUMBERS[np.stack([byte & 15, byte >> 4])]
     with np.errstate(over="ignore"):  # such weights are refused as not finite

@@ -24,7 +24,6 @@ from pallas_kernels.hopper.tile import column_layout, row_layout
 from .hopper_matmul import DEPTH, LEAST_STEPS, WARPGROUP_ROWS, ScaledConfig, ScaledKernel
 from .reference import ScaledSpec
 
-
 NARROW = 192  # columns of the narrower tiles
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Self, final
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxinfra.data.tokenizer import Tokenizer
