@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Self, final
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxinfra.data.tokenizer import Tokenizer
@@ -301,17 +302,18 @@ class Engine:
 
     def check(self, request: GenerationRequest) -> None:
         """Checks a request, and raises the DataError or ConfigError that ``submit`` would raise."""
-        ids = request.prompt_ids
-        if not ids:
+        # One pass over a long prompt, by C.
+        ids = np.fromiter(request.prompt_ids, np.int64, len(request.prompt_ids))
+        if not ids.size:
             raise DataError("the prompt has no tokens; begin it with the document separator")
-        if len(ids) > self.limits.context:
+        if ids.size > self.limits.context:
             raise DataError(
-                f"the prompt has {len(ids)} tokens, more than the {self.limits.context} positions "
+                f"the prompt has {ids.size} tokens, more than the {self.limits.context} positions "
                 "that a request can have here; shorten it"
             )
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise DataError(
-                f"the prompt has token ids {min(ids)}..{max(ids)}, the model's vocabulary is "
+                f"the prompt has token ids {ids.min()}..{ids.max()}, the model's vocabulary is "
                 f"0..{self.vocab_size - 1}; encode it with the model's tokenizer"
             )
         if request.adapter is not None and request.adapter not in self.adapters:

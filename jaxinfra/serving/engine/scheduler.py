@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import heapq
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -352,12 +353,15 @@ class Scheduler:
         are kept; that request then keeps them there.
         """
         size = self.limits.page_size
+        first = cached // size * size
         for other in self.running:
             new, is_prompt = other.snapshot, other.total - other.computed > 1
             # Pages of its newest snapshot are not in the tree yet.
             ahead = new.num_tokens if new is not None and new.page is None else 0
             if other is stream or other.kind != stream.kind or not (is_prompt or ahead):
                 continue
+            if stream.tokens[first : first + size] != other.tokens[first : first + size]:
+                continue  # without reading what both have before
             common = self._num_common(stream, other) // size * size
             if common <= cached or other.request.scores_prompt:
                 continue
@@ -372,8 +376,8 @@ class Scheduler:
         """Returns how many first tokens of a waiting request another has, but for its last."""
         known = stream.common.get(other.number)
         if known is None:
-            pairs = zip(stream.tokens[: stream.total - 1], other.tokens, strict=False)
-            known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            equal = map(operator.eq, stream.tokens[: stream.total - 1], other.tokens)
+            known = len([*itertools.takewhile(bool, equal)])
             stream.common[other.number] = known
         return known
 
