@@ -41,11 +41,9 @@ MOST_ROWS_MEASURED = MOST_ROWS_AT_A_TIME
 """Most rows that the quantized kernel multiplies in one pass. For more, which were not timed, a
 kernel dequantizes the weight once, and a library multiplies."""
 _NEAR = {"depth": 0.5, "columns": 0.5}
-_WITHIN = {"rows": 1.0, "depth": 1.0, "columns": 1.1}
+_WITHIN = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
 """Largest ``|log2(ratio)|`` of a size to a measured one at which the measurement counts: ``_NEAR``
-for fused kernels, whose time does not depend on rows, ``_WITHIN`` for the product alone. Columns of
-a hybrid layer's packed product, 12,416, are a little more than twice 6,144: a whole decode step was
-measured with those tiles."""
+for fused kernels, whose time does not depend on rows, ``_WITHIN`` for the product alone."""
 
 type KernelConfig = FusedConfig | SkinnyConfig | QuantizedConfig
 type Fields = dict[str, tables.Value]
