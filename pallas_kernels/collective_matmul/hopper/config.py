@@ -18,5 +18,5 @@ DONE = 1  # a fact: no tile is left
 class CollectiveConfig:
     """Order and division of work."""
 
-    num_pushers: int = 8  # blocks that push rows before they multiply
+    num_pushers: int = 16  # blocks that push rows before they multiply
     lead: int = 2 * NUM_PROCESSORS  # peers' tiles before the first own tile
