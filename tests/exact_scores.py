@@ -76,12 +76,8 @@ def random_parameters(definition: ModelDefinition) -> Parameters:
 def requested(
     prompt: tuple[int, ...], *, temperature: float = 1.0, new: int = NEW
 ) -> GenerationRequest:
-    """A request whose draws its prompt decides, not its place; with scores only at temperature 1,
-    for which an engine does not draft.
-    """
-    sampling = SamplingConfig(temperature=temperature)
-    if temperature == 1.0:
-        sampling = dataclasses.replace(sampling, logprobs=0)
+    """A request with scores, whose draws its prompt decides, not its place."""
+    sampling = SamplingConfig(temperature=temperature, logprobs=0)
     choice = PROMPTS.index(prompt) if prompt in PROMPTS else len(prompt)
     return GenerationRequest(
         prompt_ids=prompt, max_new_tokens=new, sampling=sampling, seed=1, choice=choice

@@ -24,7 +24,7 @@ DRAFTING = dataclasses.replace(
     OPTIONS, num_drafts=3, max_step_tokens=40, num_pages=12, preemption=Preemption.HOST
 )
 # Hot enough to draw, cold enough that a similar model draws alike.
-SETTINGS = (GREEDY, SamplingConfig(temperature=0.4, top_k=20))
+SETTINGS = (SamplingConfig(temperature=0.0, logprobs=2), SamplingConfig(temperature=0.4, top_k=20))
 
 
 def near():
@@ -47,9 +47,15 @@ def test_every_draw_is_that_without_drafts(draft):
         for p in prompts
         for s in SETTINGS
     ]
-    got = [[t for each in one for t in each.tokens] for one in engine.run(requests)]
+    came = engine.run(requests)
+    got = [[t for each in one for t in each.tokens] for one in came]
     want = [alone(p, new=14, sampling=s, seed=5) for p in prompts for s in SETTINGS]
     assert got == want
+    for tokens, one in zip(got[::2], came[::2], strict=True):  # greedy: the likeliest
+        scores = [score for each in one for score in each.scores]
+        assert [score.top[0] for score in scores] == [
+            (token, score.logprob) for token, score in zip(tokens, scores, strict=True)
+        ]
     counts = engine.counts
     assert 0 < counts.accepted_tokens < counts.drafted_tokens
     if draft == "model":

@@ -97,7 +97,7 @@ def test_tokens_and_scores_do_not_depend_on_what_is_beside_them(name, attention)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [PolicyName.FP32, PolicyName.BF16], ids=["fp32", "bf16"])
 def test_drafts_change_no_bit(name):
-    """Drafts change neither the drawn tokens nor the keys that are kept after drafts are checked.
+    """Drafts change neither the drawn tokens and their scores nor the keys that are kept.
 
     Requests that share pages with such keys get the log-probabilities of training, bit for bit.
     """
@@ -111,6 +111,8 @@ def test_drafts_change_no_bit(name):
     one, other = (completed(engine, cold) for engine in (plain, drafting))
     assert [each.tokens for each in one] == [each.tokens for each in other]
     assert drafting.counts.accepted_tokens > 0
+    for completions in (one, other):
+        assert num_different(completions, trained_scores(definition, tree, completions)) == 0
     goes_on = [requested((*each.prompt, *each.tokens[:-5])) for each in other]
     mixed = [each for pair in zip(cold, goes_on, strict=True) for each in pair]
     found = completed(drafting, mixed)[1::2]

@@ -487,11 +487,12 @@ class Engine:
     def _with_scores(
         self, progress: RequestProgress, told: _Told, drawn: RowSample
     ) -> RequestProgress:
-        if drawn.score is None:
+        if not drawn.scores:
             return progress
         prompt, told.prompt_scores = tuple(told.prompt_scores), []
         is_first = len(told.stream.tokens) == len(told.stream.request.prompt_ids) + 1
-        return progress._replace(scores=(drawn.score,), prompt_scores=prompt if is_first else ())
+        scores = drawn.scores[: len(progress.tokens)]
+        return progress._replace(scores=scores, prompt_scores=prompt if is_first else ())
 
     def _meaning(self, told: _Told, token: int, *, after: int) -> tuple[EndReason | None, str]:
         """Returns why a token ends its request, or None, and the text that is final with it.

@@ -148,7 +148,7 @@ class RowSample(NamedTuple):
     tokens: tuple[int, ...]  # sampled after the first token, and after each draft
     num_accepted: int  # number of accepted drafts
     is_bad: bool  # whether the row's logits were not finite
-    score: TokenScore | None = None  # of the sampled token, if log-probabilities were requested
+    scores: tuple[TokenScore, ...] = ()  # of ``tokens``, if log-probabilities were requested
     prompt_scores: tuple[TokenScore, ...] = ()  # of the row's target tokens, if it is scored
 
 
@@ -179,24 +179,26 @@ def _of_row(
     row: PlannedRow, place: int, drawn: Sequence[int], scores: Sequence[LogProbabilities]
 ) -> RowSample:
     held, *tokens = drawn
-    asked, score, of_prompt = row.stream.request.sampling.logprobs, None, ()
+    asked, of_tokens, of_prompt = row.stream.request.sampling.logprobs, (), ()
     if asked is not None and row.is_sampled and scores:
-        score = _score(scores[0], place, asked)
+        # Beside drafts a row has several.
+        at_K = [(place, at) for at in range(1 + held)] if row.num_drafts else [(place,)]
+        of_tokens = tuple(_score(scores[0], at, asked) for at in at_K)
     if asked is not None and row.targets and len(scores) > 1:
-        of_prompt = tuple(_score(scores[1], at, asked) for at in range(len(row.targets)))
+        of_prompt = tuple(_score(scores[1], (at,), asked) for at in range(len(row.targets)))
     return RowSample(
         row=row,
         tokens=tuple(tokens) if row.is_sampled else (),
         num_accepted=held,
         is_bad=held < 0 or tokens[0] < 0,
-        score=score,
+        scores=of_tokens,
         prompt_scores=of_prompt,
     )
 
 
-def _score(scores: LogProbabilities, place: int, number: int) -> TokenScore:
+def _score(scores: LogProbabilities, place: tuple[int, ...], number: int) -> TokenScore:
     value = float(scores.chosen_B[place])
     if not number:
         return TokenScore(logprob=value, top=())
-    ids_K, top_K = (x[place, :number].tolist() for x in (scores.top_ids_BK, scores.top_BK))
+    ids_K, top_K = (x[place][:number].tolist() for x in (scores.top_ids_BK, scores.top_BK))
     return TokenScore(logprob=value, top=tuple(zip(ids_K, top_K, strict=True)))

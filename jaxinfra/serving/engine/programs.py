@@ -87,7 +87,7 @@ WORD_BITS = 32
 _GREEDY, _PLAIN = SamplingNeeds(), SamplingNeeds(noise=True)
 _SCORED = dataclasses.replace(_PLAIN, logprobs=0)
 _FULL = SamplingNeeds(noise=True, cuts=True, bias=True, penalties=True, logprobs=MOST_LOGPROBS)
-_DRAFTED = SamplingNeeds(noise=True, cuts=True, bias=True)
+_DRAFTED = dataclasses.replace(_FULL, penalties=False)
 
 type Pools = tuple[dict[str, Shaped[Array, "_ _ _ ..."]], ...]
 """The pages of each distinct block, by the names of its mixer's ``CacheSpec``."""
@@ -281,7 +281,7 @@ def _history(state: DeviceState, rows: RowInputs) -> tuple[TokenHistory, DeviceS
 
 def verify(
     weights: Weights, state: DeviceState, rows: RowInputs, *, config: ProgramConfig, is_full: bool
-) -> tuple[Int[Array, "B _"], DeviceState]:
+) -> tuple[tuple[Int[Array, "B _"], LogProbabilities | None], DeviceState]:
     """Checks draft tokens: runs a token and its drafts per row, and samples after each of them.
 
     A sample depends on the tokens before it, its request and its position. So samples up to the
@@ -290,11 +290,11 @@ def verify(
     without knowing each other (Daliri et al. 2024, "Coupling without communication and
     drafter-invariant speculative decoding"). So does the model's multi-token prediction.
 
-    Returns the number of accepted drafts and the sample after each token, int32 [B, 1 + T]; a row
-    whose logits are not finite has -1 in front.
+    Returns the number of accepted drafts and the sample after each token, int32 [B, 1 + T], with
+    -1 in front for a row whose logits are not finite; and the scores of the samples, [B, T].
 
     Args:
-        is_full: apply cuts and biases; else temperature only.
+        is_full: apply cuts and biases, and score; else temperature only.
     """
     model, needs = _model(weights, rows, config), _DRAFTED if is_full else _PLAIN
     ids_BT = _known_ids(state, rows)
@@ -309,14 +309,15 @@ def verify(
     positions_BT = rows.positions_BT
     cache = _cache(_part(model), state.pools, rows, states=state.states, is_tentative=True)
     out = _run(model, cache, ids_BT, positions_BT, rows)
-    logits_BTV, _ = _logits(model, out.x, config)
+    logits_BTV, total_BT1 = _logits(model, out.x, config)
     is_there_BT = positions_BT >= 0
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BTV) | ~is_there_BT[:, :, None], axis=(1, 2))
     logits_BTV = jnp.where(is_there_BT[:, :, None], logits_BTV, 0.0)
     keys_TB = jax.vmap(lambda offset: _keys(rows, offset=offset))(jnp.arange(length))
-    tokens_BT = jax.vmap(
-        lambda logits, keys: sample(logits, keys, rows=rows.sampling, needs=needs).ids_B
-    )(jnp.moveaxis(logits_BTV, 1, 0), keys_TB).T
+    one = functools.partial(sample, rows=rows.sampling, needs=needs)
+    each = jax.vmap(lambda x, keys, total: one(x, keys, total_B1=total), (1, 0, 1), out_axes=1)
+    drawn = each(logits_BTV, keys_TB, total_BT1)
+    tokens_BT = drawn.ids_B
     holds_BT = (ids_BT[:, 1:] == tokens_BT[:, :-1]) & is_there_BT[:, 1:]
     num_held_B = jnp.sum(jnp.cumprod(holds_BT.astype(jnp.int32), axis=1), axis=1)
     last_B = jnp.take_along_axis(tokens_BT, num_held_B[:, None], axis=1)[:, 0]
@@ -328,7 +329,7 @@ def verify(
     if config.drafts_itself:
         state = _predicted(model, state, rows, out, tokens_BT, 1 + num_held_B)
     held_B1 = jnp.where(is_bad_B, -1, num_held_B)[:, None]
-    return jnp.concatenate([held_B1, tokens_BT], axis=1), state
+    return (jnp.concatenate([held_B1, tokens_BT], axis=1), drawn.logprobs), state
 
 
 def set_masks(

@@ -157,12 +157,8 @@ class RequestStream:
 
     @property
     def can_be_drafted(self) -> bool:
-        """Whether tokens may be drafted: the request has no grammar, penalties or
-        log-probabilities.
-        """
-        request, sampling = self.request, self.request.sampling
-        is_free = request.constraint is None and not sampling.is_penalized
-        return is_free and sampling.logprobs is None
+        """Whether tokens may be drafted: the request has no grammar and no penalties."""
+        return self.request.constraint is None and not self.request.sampling.is_penalized
 
     @property
     def total(self) -> int:

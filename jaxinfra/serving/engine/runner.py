@@ -341,12 +341,13 @@ class ModelRunner:
         is_asked = asked >= Asked.SCORE and any(
             row.stream.request.sampling.logprobs is not None for row in rows
         )
+        all_of = Asked.SCORE if name == "verify" else Asked.ALL  # which has no program for scores
         wanted = ProgramKey(
             name=name,
             rows=num_rows,
             length=length,
             is_fresh=is_chunk and all(row.start == 0 for row in rows),
-            is_full=is_chunk or (name != "score" and asked is Asked.ALL),
+            is_full=is_chunk or (name != "score" and asked >= all_of),
             is_scored=is_decode and asked is Asked.SCORE,
             is_greedy=is_decode and asked is Asked.BEST and num_rows >= LEAST_GREEDY,
         )
