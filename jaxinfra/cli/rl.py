@@ -96,7 +96,13 @@ def _config(args: argparse.Namespace) -> RunConfig:
             raise ConfigError(f"--{extra[0]} goes with --init; change settings with --set instead")
         if args.resume is not None:
             directory = _imported("jaxinfra.checkpoint.run_directory").RunDirectory(args.resume)
-            return codec.override(directory.read_config(), args.set)
+            config = codec.override(directory.read_config(), args.set)
+            if config.rl is None:
+                raise ConfigError(
+                    f"--resume {args.resume}: a run without rl; continue it with jaxinfra train "
+                    f"--resume, or begin from its model with --init {args.resume}"
+                )
+            return config
         config = codec.override(read_run_config(args.config), args.set)
         if config.rl is None:
             raise ConfigError(f"{args.config} has no rl; give [rl] with prompts and reward")

@@ -171,7 +171,8 @@ def _validate_rl(run: RunConfig) -> None:
     if rows % rl.group_size:
         raise ConfigError(
             f"a rollout of {rows} completions (batch_size={training.batch_size} x steps_per_rollout"
-            f"={rl.steps_per_rollout}) is not a multiple of rl.group_size={rl.group_size}"
+            f"={rl.steps_per_rollout}) is not a multiple of rl.group_size={rl.group_size}; change "
+            "training.batch_size or rl.group_size"
         )
     if rl.max_new_tokens > training.sequence_length:
         raise ConfigError(

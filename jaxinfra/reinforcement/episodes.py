@@ -15,7 +15,7 @@ from jaxinfra.config.run import RunConfig
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import DataError
 from jaxinfra.model.definition import Parameters
-from jaxinfra.reinforcement.prompts import Prompt, prompts_of, read_prompts
+from jaxinfra.reinforcement.prompts import Prompt, checksum, prompts_of, read_prompts
 from jaxinfra.reinforcement.rewards import Failure, RewardPool, Scored
 from jaxinfra.reinforcement.sampler import Completion, Sampler, draw_seed
 from jaxinfra.training.job import Job
@@ -204,6 +204,7 @@ class Episodes:
         assert config.rl is not None
         self._job, self._config, self._rl = job, config, config.rl
         self._prompts = read_prompts(config.rl.prompts, config, tokenizer)
+        self._checksum = checksum(self._prompts)
         held = config.rl.heldout_prompts
         self._heldout = () if held is None else read_prompts(held, config, tokenizer)
         self._is_closed = False
@@ -258,12 +259,23 @@ class Episodes:
         return [each for each in asked for _ in range(size)]
 
     def state(self, number: int) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of a rollout that was sampled ahead; waits for it."""
-        ahead = self._ahead.get(number)
-        return {} if ahead is None else {"ahead": [number, ahead.result().as_json()]}
+        """Returns a checksum of the prompts, and what a checkpoint keeps of a rollout that was
+        sampled ahead; waits for it.
+        """
+        ahead, found = self._ahead.get(number), {"prompts": self._checksum}
+        return found if ahead is None else found | {"ahead": [number, ahead.result().as_json()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``."""
+        """Continues from ``state``.
+
+        Raises:
+            DataError: it is of other prompts.
+        """
+        if state.get("prompts", self._checksum) != self._checksum:
+            raise DataError(
+                f"rl.prompts={self._rl.prompts!r} has other rows than the run's checkpoint was "
+                "written with; put those back, or begin a run from its model with --init"
+            )
         concurrent.futures.wait(self._ahead.values())
         self._ahead.clear()
         if "ahead" in state:

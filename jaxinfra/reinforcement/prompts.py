@@ -1,6 +1,8 @@
 """Prompts of reinforcement learning: rows of files, encoded, in an order by rollout."""
 
 import dataclasses
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,7 @@ def read_prompts(place: str, config: RunConfig, tokenizer: Tokenizer) -> tuple[P
             else:
                 raise DataError(
                     f"{where}: prompt={prompt!r:.60} is neither a text nor a list of messages; "
-                    "name the field that holds one prompt"
+                    "each row has one of them in its field 'prompt'"
                 )
             if len(ids) > room:
                 raise DataError(
@@ -86,8 +88,14 @@ def read_prompts(place: str, config: RunConfig, tokenizer: Tokenizer) -> tuple[P
                 )
             found.append(Prompt(ids=tuple(ids), text=text, row=row, template=chat))
     if not found:
-        raise DataError(f"prompts {place!r} have no rows")
+        raise DataError(f"prompts {place!r} have no rows; give at least one, with a field 'prompt'")
     return tuple(found)
+
+
+def checksum(prompts: Sequence[Prompt]) -> int:
+    """Returns a number that other prompts, or rows that a reward reads, most likely change."""
+    rows = [[each.ids, each.row] for each in prompts]
+    return zlib.crc32(json.dumps(rows, sort_keys=True, default=str).encode())
 
 
 def _template(config: RunConfig, where: str) -> ChatTemplate:

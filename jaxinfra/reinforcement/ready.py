@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from jaxinfra.config.parts import find_part
 from jaxinfra.config.rl import JudgeConfig, RlConfig
-from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.errors import ConfigError, DataError, nearest
 
 
 class Reward(Protocol):
@@ -186,4 +186,9 @@ def find_reward(config: RlConfig) -> Callable[..., Any]:
         return functools.partial(judge, config=config.judge)
     if config.reward == "math_equal":
         _math_verify()  # it takes seconds to import, which no completion should wait for
-    return READY[config.reward] if config.reward in READY else find_part(config.reward)
+    if config.reward in READY:
+        return READY[config.reward]
+    if ":" not in config.reward:
+        hint = nearest(config.reward, (*READY, "judge"))
+        raise ConfigError(f"no reward has this name, and your own has module:function{hint}")
+    return find_part(config.reward)

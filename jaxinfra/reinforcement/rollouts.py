@@ -38,6 +38,10 @@ from jaxinfra.training.job import Job
 from jaxinfra.training.own_data import OwnTexts, PolicyBatches, PolicyData, configured_tokenizer
 from jaxinfra.training.state import State
 
+_NONE = (
+    "no completion of a rollout has a reward, so its steps learn nothing; correct the reward "
+    "function, or the rows that it reads"
+)
 _REMEMBERED = 4  # last steps, which a report of a bad step reads again
 
 
@@ -294,6 +298,9 @@ class RolloutBatches(PolicyBatches):
 
     def _report(self, played: Sequence[Trajectory]) -> None:
         """Prints each kind of failure once per session; metrics.jsonl counts all of them."""
+        if not any(_rewards(played)[1]) and _NONE not in self._said:
+            self._said.add(_NONE)
+            self._say(f"WARNING: {_NONE}")
         for each in (found.scored for found in played):
             if each is None or each.failure is None or each.failure in self._said:
                 continue

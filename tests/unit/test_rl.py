@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import threading
+from unittest import mock
 
 import chat_model
 import jax
@@ -16,6 +17,7 @@ import own_rewards
 import pytest
 import small_run
 
+from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataFormat
 from jaxinfra.config.mesh import MeshConfig
@@ -44,10 +46,11 @@ from jaxinfra.reinforcement.advantages import (
     overlong_penalty,
     token_shares,
 )
+from jaxinfra.reinforcement.episodes import Trajectory
 from jaxinfra.reinforcement.prompts import Prompt, prompts_of, read_prompts
 from jaxinfra.reinforcement.ready import exact_match, find_reward, math_equal, pattern, unit_tests
-from jaxinfra.reinforcement.rewards import Failure, RewardPool
-from jaxinfra.reinforcement.rollouts import _rows, _Sampled
+from jaxinfra.reinforcement.rewards import Failure, RewardPool, Scored
+from jaxinfra.reinforcement.rollouts import RolloutBatches, _rows, _Sampled
 from jaxinfra.reinforcement.sampler import Completion
 from jaxinfra.training.policy import policy_loss, policy_record, policy_sums
 
@@ -293,8 +296,12 @@ def test_a_reward_that_misbehaves_is_counted_and_others_go_on():
     ]  # fmt: skip
     assert found[0].text == "ValueError: no such answer"
     assert [each.reward for each in found] == [None] * 6 + [0.75]
-    with pytest.raises(ConfigError, match="marks no part of that name"):
-        RewardPool(learn(reward="own_rewards:absent"))
+    for name, words in (
+        ("own_rewards:absent", "marks no part of that name"),
+        ("exact_mach", "did you mean 'exact_match'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            RewardPool(learn(reward=name))
 
 
 def test_ready_rewards():
@@ -470,6 +477,44 @@ def test_prompts_come_in_an_order_that_their_number_alone_decides(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"text": "1"}) + "\n")
     with pytest.raises(DataError, match="neither a text nor a list of messages"):
         read_prompts(str(tmp_path), config, bytes_tokenizer())
+
+
+def test_a_checkpoint_of_other_prompts_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(episodes, "Player", mock.Mock())
+    rl = learn(prompts=str(tmp_path), max_new_tokens=4)
+    config = dataclasses.replace(small_run.config_of("training.batch_size=8"), rl=rl)
+
+    def read(answer: str) -> episodes.Episodes:
+        row = {"prompt": "1", "answer": answer}
+        (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+        return episodes.Episodes(mock.Mock(config=config), bytes_tokenizer())
+
+    state = read("1").state(3)
+    read("1").restore(state)
+    with pytest.raises(DataError, match="has other rows than the run's checkpoint"):
+        read("2").restore(state)
+    (tmp_path / "p.jsonl").write_text("")
+    with pytest.raises(DataError, match="have no rows; give at least one"):
+        read_prompts(rl.prompts, config, bytes_tokenizer())
+
+
+def test_a_run_without_rl_is_not_continued(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(codec.to_json(small_run.config_of()))
+    assert main(["rl", "--resume", str(tmp_path)]) == 1
+    assert "a run without rl; continue it with jaxinfra train --resume" in capsys.readouterr().err
+
+
+def test_a_rollout_without_any_reward_is_told_once():
+    text = Scored(reward=None, failure=Failure.RAISED, text="'good' in place of a number")
+    played = [Trajectory(prompt=Prompt(ids=(), text="", row={}), scored=text)] * 2
+    told: list[str] = []
+    batches = mock.Mock(_said=set(), _say=told.append)
+    for _ in range(2):
+        RolloutBatches._report(batches, played)
+    assert [each.split(";")[0] for each in told] == [
+        "WARNING: no completion of a rollout has a reward, so its steps learn nothing",
+        "WARNING: a reward raised: 'good' in place of a number",
+    ]
 
 
 def test_a_rollout_survives_a_checkpoint_to_the_bit():
