@@ -42,6 +42,7 @@ from jaxinfra.training.preferences import target_values
 BF16 = jnp.dtype("bfloat16")
 PRODUCTS = {"qkv": (4096, 6144), "out": (4096, 4096), "up": (4096, 28672), "down": (14336, 4096)}
 ROWS = (3, 64, 256, 1024)
+ROUNDS = 4  # of fast and exact training steps
 
 
 def tell(**figures: Any) -> None:
@@ -112,13 +113,19 @@ def products() -> None:
 
 
 def rows() -> None:
-    """Compares rows of the norm."""
+    """Compares rows of the norm, and times the logsumexp beside XLA's."""
     x, scale = random(1, (1024, 4096)), jnp.ones(4096, jnp.float32)
     norm = jax.jit(
         lambda x: pallas_kernels.rms_norm(x, scale, epsilon=1e-5, implementation="hopper")
     )
     whole = norm(x)
     tell(norm={m: different(norm(x[:m]), whole[:m]) for m in ROWS[:-1]})
+    logits = jax.random.normal(jax.random.key(2), (4096, 32768), jnp.float32)
+    sums = [
+        jax.jit(functools.partial(pallas_kernels.logsumexp, implementation=each))
+        for each in ("hopper", "xla")
+    ]
+    tell(logsumexp=logits.shape, ms=[milliseconds(each, logits) for each in sums])
 
 
 def attention() -> None:
@@ -269,14 +276,19 @@ def decode(numerics: Numerics, *, num_layers: int) -> None:
     tell(decode=numerics.value, layers=num_layers, ms=milliseconds(one))
 
 
-def training(numerics: Numerics, *, num_layers: int) -> None:
-    """Times log-probabilities and gradients of 8 rows of 1,024 tokens."""
+def training(*, num_layers: int) -> None:
+    """Times log-probabilities and gradients of 8 rows of 1,024 tokens, fast and exact."""
     config = model(num_layers, dim=4096, heads=32, hidden=14336, ids=32768)
-    definition = define_model(config, execution_on(policy=policy(numerics)))
-    ids = jnp.ones((8, 1024), jnp.int32)
-    step, tree = _gradient(definition), weights(definition)
-    ms = milliseconds(step, tree, ids, ids, rounds=5)
-    tell(training=numerics.value, layers=num_layers, ms=ms)
+    made = {each: define_model(config, execution_on(policy=policy(each))) for each in Numerics}
+    tree = weights(made[Numerics.EXACT])
+    ids = jnp.asarray(np.random.default_rng(0).integers(1, 32768, (8, 1024)), jnp.int32)
+    steps = {each: _gradient(definition) for each, definition in made.items()}
+    rounds = [
+        {each: milliseconds(step, tree, ids, ids, rounds=5) for each, step in steps.items()}
+        for _ in range(ROUNDS)
+    ]
+    ratio = float(np.median([ms[Numerics.EXACT] / ms[Numerics.FAST] for ms in rounds]))
+    tell(training="exact / fast", layers=num_layers, ratio=ratio, ms=rounds)
 
 
 def main() -> None:
@@ -288,8 +300,8 @@ def main() -> None:
         parts |= {
             f"scores-{each}": functools.partial(scores, each),
             f"decode-{each}": functools.partial(decode, each, num_layers=8),
-            f"training-{each}": functools.partial(training, each, num_layers=2),
         }
+    parts["training"] = functools.partial(training, num_layers=2)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
     for name in parser.parse_args().parts or parts:
