@@ -232,21 +232,11 @@ class ModelRunner:
     def require_memory(self) -> None:
         """Checks that the device has free what weights, programs and pages take, if it is limited.
 
-        Allocates the pools, if the weights can then be read: behind weights there may be no piece
-        of memory that is large enough.
-
         Raises:
             DeviceMemoryError: it has not, as when another process uses it.
         """
-        spare_bytes = self.scratch.spare_bytes
-        if spare_bytes is None:
-            return
-        needs = self.memory_needs()
-        require_free(self.device, needs, num_pages=self._limits.num_pages)
-        # Weights that are packed to one are there beside it for a while, and pieces of others.
-        packed_bytes = max(device_bytes([leaf]) for leaf in jax.tree.leaves(self._shapes))
-        if 2 * packed_bytes <= spare_bytes + needs.temporary_bytes:
-            self._allocate()
+        if self.scratch.spare_bytes is not None:
+            require_free(self.device, self.memory_needs(), num_pages=self._limits.num_pages)
 
     def attach(self, model: Decoder, draft: Decoder | None = None) -> None:
         """Takes weights of the shapes that the runner was made from, and allocates the pools.
@@ -269,10 +259,6 @@ class ModelRunner:
         self._weights = jax.tree.unflatten(
             jax.tree.structure(self._shapes), jax.tree.leaves(weights)
         )
-        if self._state is self._state_shapes:
-            self._allocate()
-
-    def _allocate(self) -> None:
         self._state = jax.block_until_ready(self.programs.get(EMPTY)())
 
     def release(self) -> None:
