@@ -12,6 +12,7 @@ from pallas_kernels import (
     short_convolutions_in_slots,
 )
 from pallas_kernels.common import device
+from pallas_kernels.linear_attention.hopper import spans
 from pallas_kernels.linear_attention.hopper.gates import CHUNK, Gate, gates
 from pallas_kernels.linear_attention.reference import reference
 
@@ -81,18 +82,70 @@ def test_the_forward_kernels_lower_for_a_gpu():
     assert text.count("mosaic_gpu_v2") == 2
 
 
+def of_kind(given, kind):
+    """A call with a decay per channel, or without the delta rule."""
+    if kind == "channels":
+        channels = jnp.linspace(0.5, 1.5, given["q"].shape[-1])
+        given["log_decay"] = jnp.einsum("BTN,K->BTNK", given["log_decay"], channels)
+    if kind == "space":
+        del given["beta"]
+    return given
+
+
+SHAPES = {
+    "shared keys": SHAPE,
+    "own keys": (1, 320, 4, 4, 128, 64),
+    "more blocks than processors": (9, 192, 8, 16, 128, 128),
+    "spans": (1, 1024, 2, 4, 128, 128),
+    "spans of two rows": (2, 1024, 2, 2, 128, 128),
+}
+KERNELS = {"delta": 2 + 4, "channels": 3, "space": 1 + 3, "spans": 2 + 5}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [SHAPE, (1, 128, 2, 2, 128, 128), (9, 128, 8, 16, 128, 128)],
-    ids=["shared keys", "own keys", "more blocks than processors"],
-)
-def test_all_kernels_lower_for_a_gpu(shape):
-    """Two kernels forward, and four backward."""
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["delta", "channels", "space"])
+def test_all_kernels_lower_for_a_gpu(shape, kind):
+    """Kernels forward, and backward."""
+    count = KERNELS["spans" if kind == "space" and shape.startswith("spans") else kind]
+    shape = SHAPES[shape]
     with device.compiling_for(device.H200):
-        trace = jax.jit(pulled).trace(inputs(shape), cotangents(shape))
+        trace = jax.jit(pulled).trace(of_kind(inputs(shape), kind), cotangents(shape))
         text = trace.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 6
+    assert text.count("mosaic_gpu_v2") == count
+
+
+def test_states_between_spans_are_those_of_the_formula():
+    """What each span adds to a state of zeros, joined, is what the rows' tokens add."""
+    batch, length, num_spans = 2, 3 * 2 * CHUNK, 3
+    given = inputs((batch, length, 2, 2, 8, 4))
+    state = given.pop("state")
+    del given["beta"]
+    q, k, v, log, ids = (x.astype(jnp.float32) for x in given.values())
+    document = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
+
+    def cut(x):
+        return spans.cut(x, num_spans)
+
+    documents = spans.cut_documents(document, num_spans)
+    numbers = gates(cut(log), jnp.ones_like(cut(log)), documents)
+    empty = jnp.zeros((batch * num_spans, *state.shape[1:]))
+    added = reference(cut(q), cut(k), cut(v), cut(log), None, empty, documents)[1]
+    added = added.reshape(batch, num_spans, *state.shape[1:])
+    needed = added[:, :-1].reshape(-1, *state.shape[1:])
+    found = spans.joined(needed.mT, numbers, state.mT).mT.reshape(added.shape)
+    want = [state]
+    for until in (length // num_spans, 2 * length // num_spans):
+        tokens = (x[:, :until] for x in (q, k, v, log))
+        want.append(reference(*tokens, None, state, document[:, :until])[1])
+    np.testing.assert_allclose(found, jnp.stack(want, axis=1), rtol=1e-5, atol=1e-5)
+
+
+def test_spans_fill_the_processors():
+    assert spans.num_spans(1, 8192, 32, 128) == 4
+    assert spans.num_spans(1, 8192, 64, 64) == 1
+    assert spans.num_spans(4, 8192, 32, 128) == 1
+    assert spans.num_spans(1, 5 * CHUNK, 32, 128) == 1
 
 
 def test_short_calls_and_other_devices_use_xla():
@@ -123,11 +176,7 @@ def in_slots(kind, length, shape=SHAPE, implementation="hopper"):
     """A call with states in slots of which two rows read the same, and its arrays."""
     given = inputs((3, length, *shape[2:]))
     del given["segment_ids"]
-    if kind == "channels":
-        channels = jnp.linspace(0.5, 1.5, shape[4])
-        given["log_decay"] = jnp.einsum("BTN,K->BTNK", given["log_decay"], channels)
-    if kind == "space":
-        del given["beta"]
+    given = of_kind(given, kind)
     states = jnp.concatenate([given.pop("state"), jnp.zeros((1, shape[3], *shape[4:]))])
     slots = {"read": jnp.array([3, 1, 3]), "written": jnp.array([0, 1, 4])}
 
@@ -250,20 +299,11 @@ def test_gates_are_decays_within_documents():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper_gpu")
-@pytest.mark.parametrize(
-    "shape",
-    [SHAPE, (1, 320, 4, 4, 128, 64), (9, 192, 8, 16, 128, 128)],
-    ids=["shared keys", "own keys", "more blocks than processors"],
-)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", ["delta", "channels", "space"])
 def test_results_and_gradients_are_those_of_the_formula(shape, kind):
     """On the way to any of them at most 16 operands of products are rounded, to 8 bits each."""
-    given, d_results = inputs(shape), cotangents(shape)
-    if kind == "channels":
-        channels = jnp.linspace(0.5, 1.5, shape[4])
-        given["log_decay"] = jnp.einsum("BTN,K->BTNK", given["log_decay"], channels)
-    if kind == "space":
-        del given["beta"]
+    given, d_results = of_kind(inputs(shape), kind), cotangents(shape)
     run = jax.jit(pulled)
     got, again = run(given, d_results), run(given, d_results)
     jax.tree.map(np.testing.assert_array_equal, got, again)

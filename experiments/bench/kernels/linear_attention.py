@@ -3,10 +3,12 @@
 python -m experiments.bench.kernels.linear_attention \\
     --out experiments/results/linear-attention-h200.json
 
-Heads of 128, 16 of keys and 32 of values, bf16. Times are sums of a call's kernels (CUPTI). A
-gradient's time is that of the backward pass alone, which computes the states again. Errors are
-relative to the formula in fp32, token after token. A decode step updates the fp32 states of 64 rows
-in slots, in place; "of_copy" is its kernel's rate over the states, beside that of a copy.
+Heads of 128, 16 of keys and 32 of values, bf16; also state spaces of 128 heads of 64 with 8 of
+keys. Times are sums of a call's kernels (CUPTI). A gradient's time is that of the backward pass
+alone, which computes the states again. Errors are relative to the formula in fp32, token after
+token. A state space's floor is the larger of two times: each array once through memory at a copy's
+rate, and the products of chunks of 64 at the peak rate. A decode step updates the fp32 states of 64
+rows in slots, in place; "of_copy" is its kernel's rate over the states, beside that of a copy.
 """
 
 import collections
@@ -22,14 +24,17 @@ import jax.stages
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.harness import compiled, copied, options, relative, table_of
+from jaxinfra.planning.devices import find_device
 from pallas_kernels import linear_attention, linear_attention_in_slots
 from pallas_kernels.linear_attention.reference import reference
 
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128
+SMALL_HEADS = (8, 128, 64)  # of keys, of values, and their width: as in published state spaces
 SHAPES = {"1 x 8192": (1, 8192), "1 x 32768": (1, 32768), "4 x 8192": (4, 8192)}
 ROWS = 64  # of a decode step
 STEPS = (("delta", 1), ("channels", 1), ("space", 1), ("delta", 4), ("delta", 8))
 CHECKED = (1, 1024)
+CHUNK = 64  # tokens whose pairs are products
 
 type Arrays = dict[str, jax.Array]
 
@@ -38,22 +43,26 @@ def inputs(batch: int, length: int, kind: str = "delta") -> Arrays:
     """Keys of length 1, weak and strong decays, a state.
 
     Args:
-        kind: "delta", "channels" (a decay per channel of the keys) or "space" (without a beta).
+        kind: "delta", "channels" (a decay per channel of the keys), "space" (without a beta) or
+            "small space" (of small heads).
     """
+    num_keys, num_values, width = KEY_HEADS, VALUE_HEADS, WIDTH
+    if kind == "small space":
+        num_keys, num_values, width = SMALL_HEADS
     keys = jax.random.split(jax.random.key(0), 6)
-    heads = (batch, length, VALUE_HEADS)
-    q, k = jax.random.normal(keys[0], (2, batch, length, KEY_HEADS, WIDTH))
+    heads = (batch, length, num_values)
+    q, k = jax.random.normal(keys[0], (2, batch, length, num_keys, WIDTH))
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = jax.random.normal(keys[1], (*heads, WIDTH))
+    v = jax.random.normal(keys[1], (*heads, width))
     q, k, v = (x.astype(jnp.bfloat16) for x in (q * WIDTH**-0.5, k, v))
     decays = (*heads, WIDTH) if kind == "channels" else heads
     beta = {"beta": jax.random.uniform(keys[3], heads, minval=0.1)}
-    return ({} if kind == "space" else beta) | {
+    return ({} if kind.endswith("space") else beta) | {
         "q": q,
         "k": k,
         "v": v,
         "log_decay": -jnp.exp(1.5 * jax.random.normal(keys[2], decays) - 2.0),
-        "state": jax.random.normal(keys[4], (batch, VALUE_HEADS, WIDTH, WIDTH)),
+        "state": jax.random.normal(keys[4], (batch, num_values, WIDTH, width)),
     }
 
 
@@ -68,10 +77,25 @@ def backward(given: Arrays, cotangents: tuple[jax.Array, jax.Array], implementat
     return gradient
 
 
+def floor_ms(given: Arrays, *, is_gradient: bool) -> float:
+    """Least time of a state space's call."""
+    tokens, num_values, width = given["k"].shape[:2], *given["v"].shape[2:]
+    # Outputs and their cotangents are as values, and each gradient is as its operand.
+    arrays = [given, given["v"], given["state"]] + [given] * is_gradient
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays))
+    # A token reads and writes the state; for the gradient also its cotangent, which is read twice.
+    # It has pairs with half of a chunk.
+    by_state, by_pair = (5, 5) if is_gradient else (2, 2)
+    each = 2 * width * WIDTH * by_state + (width + WIDTH) * CHUNK // 2 * by_pair
+    flops = float(tokens[0] * tokens[1] * num_values * each)
+    return 1e3 * max(num_bytes / copied(), flops / find_device("h200").flops["bf16"])
+
+
 def formula(given: Arrays) -> tuple[jax.Array, jax.Array]:
     """Outputs and state in fp32, token after token."""
+    wide = {name: x.astype(jnp.float32) for name, x in given.items()}
     names = ("q", "k", "v", "log_decay", "beta", "state")
-    q, k, v, log_decay, beta, state = (given[name].astype(jnp.float32) for name in names)
+    q, k, v, log_decay, beta, state = (wide.get(name) for name in names)
     document = jnp.zeros(v.shape[:2], jnp.int32)
     return reference(q, k, v, log_decay, beta, state, document)
 
@@ -124,24 +148,28 @@ class Programs:
         shapes = jax.eval_shape(functools.partial(arguments, shape, is_gradient, kind))
         self.compiled[which, shape, is_gradient, kind] = self.pool.submit(compiled, f, *shapes)
 
-    def run(self, which: str, shape: tuple[int, int], is_gradient: bool) -> Any:
-        """A program's result of the shape's arrays."""
-        program = self.compiled[which, shape, is_gradient, "delta"].result()
-        return program(*arguments(shape, is_gradient))
+    def run(self, which: str, is_gradient: bool, kind: str) -> Any:
+        """A program's result of arrays of the checked shape."""
+        program = self.compiled[which, CHECKED, is_gradient, kind].result()
+        return program(*arguments(CHECKED, is_gradient, kind))
 
     def timed(
         self, which: str, shape: tuple[int, int], is_gradient: bool, kind: str = "delta"
     ) -> dict:
         """Time of a program and of its kernels."""
         program = self.compiled[which, shape, is_gradient, kind].result()
-        rounds = 5 if which == "hopper" else 1
-        return kernels(program, *arguments(shape, is_gradient, kind), rounds=rounds)
+        given = arguments(shape, is_gradient, kind)
+        found = kernels(program, *given, rounds=5 if which == "hopper" else 1)
+        if kind.endswith("space"):
+            floor = floor_ms(given[0], is_gradient=is_gradient)
+            found |= {"floor_ms": floor, "of_floor": floor / found["ms"]}
+        return found
 
-    def errors(self, which: str) -> dict[str, float]:
+    def errors(self, which: str, kind: str) -> dict[str, float]:
         """Relative errors of outputs, state and gradients."""
-        got, true = (self.run(name, CHECKED, False) for name in (which, "formula"))
+        got, true = (self.run(name, False, kind) for name in (which, "formula"))
         found = dict(zip(("out", "end"), map(relative, got, true), strict=True))
-        mine, true = (self.run(name, CHECKED, True) for name in (which, "formula"))
+        mine, true = (self.run(name, True, kind) for name in (which, "formula"))
         return found | {f"d_{name}": relative(mine[name], true[name]) for name in true}
 
 
@@ -171,29 +199,27 @@ def decode_step(kind: str, length: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = options(__doc__, budget=80.0).parse_args()
+    args = options(__doc__, budget=120.0).parse_args()
     table, programs = table_of(args), Programs()
-    measured = [("hopper", name) for name in SHAPES] + [("xla", "1 x 8192")]
-    for is_gradient in (False, True):
-        for which in ("hopper", "xla", "formula"):
-            programs.add(which, CHECKED, is_gradient)
-        for which, name in measured:
-            programs.add(which, SHAPES[name], is_gradient)
-    # The gradient of decays per channel is XLA's.
-    others = [("channels", name, False) for name in SHAPES]
-    others += [("space", "1 x 8192", False), ("space", "1 x 8192", True)]
-    for kind, name, is_gradient in others:
-        programs.add("hopper", SHAPES[name], is_gradient, kind)
-    for which in ("hopper", "xla"):
-        table.add(f"error: {which}", functools.partial(programs.errors, which))
     passes = ("forward", "backward")
+    checked = [("hopper", kind) for kind in ("delta", "channels", "space")] + [("xla", "delta")]
+    timed = [("hopper", kind, name) for kind in ("delta", "channels", "space") for name in SHAPES]
+    timed += [("hopper", "small space", "1 x 8192")]
+    timed += [("xla", kind, "1 x 8192") for kind in ("delta", "channels")]
+    # The gradient of decays per channel is XLA's.
+    of_pass = [timed, [x for x in timed if x[:2] != ("hopper", "channels")]]
     for is_gradient in (False, True):
-        for which, name in measured:
-            call = functools.partial(programs.timed, which, SHAPES[name], is_gradient)
-            table.add(f"{passes[is_gradient]}: {which}, {name}", call)
-    for kind, name, is_gradient in others:
-        call = functools.partial(programs.timed, "hopper", SHAPES[name], is_gradient, kind)
-        table.add(f"{passes[is_gradient]} of {kind}: hopper, {name}", call)
+        for which, kind in checked + [("formula", kind) for _, kind in checked[:3]]:
+            programs.add(which, CHECKED, is_gradient, kind)
+        for which, kind, name in of_pass[is_gradient]:
+            programs.add(which, SHAPES[name], is_gradient, kind)
+    for which, kind in checked:
+        call = functools.partial(programs.errors, which, kind)
+        table.add(f"error of {kind}: {which}", call)
+    for is_gradient in (False, True):
+        for which, kind, name in of_pass[is_gradient]:
+            call = functools.partial(programs.timed, which, SHAPES[name], is_gradient, kind)
+            table.add(f"{passes[is_gradient]} of {kind}: {which}, {name}", call)
     for kind, length in STEPS:
         table.add(f"decode step: {kind} x {length}", functools.partial(decode_step, kind, length))
 

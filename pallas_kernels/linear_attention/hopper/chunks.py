@@ -33,10 +33,11 @@ COLUMNS = 64  # value columns of a warpgroup
 class ChunkKernel:
     """Kernel of one call; a subclass computes a chunk.
 
-    Operands by name are q and k [B, T, N, H], values [B, T, M, V], gates, and "start", the first
-    state, fp32 [B, M, V, H]; with the delta rule, inverses too. The last state is the result "end".
-    Where channels have decays of their own, q and k are per value head, and "kept", "weights" and
-    "decays" are operands instead of gates, all as of ``channels.prepared``.
+    Operands by name are q and k [B, T, N, H], values [B, T, M, V], and gates. With the delta rule
+    there are inverses. "start" is the first state, fp32 [B, M, V, H]; without it, that is zeros.
+    The last state is the result "end". Where channels have decays of their own, q and k are per
+    value head. "kept", "weights" and "decays" are operands instead of gates then, all as of
+    ``channels.prepared``.
     """
 
     name: ClassVar[str]  # in profiler traces
@@ -49,31 +50,37 @@ class ChunkKernel:
     width: int
     value_width: int
     together: int  # warpgroups of a block, with 64 columns each
+    spans: int  # rows of operands per row of the call; of several, all but the last are computed
     has_delta: bool  # whether values are replaced by the delta rule; else they are added
     by_channel: bool  # whether tokens are decayed, and P computed, before
     dtype: jnp.dtype
 
     @classmethod
-    def run(cls, operands: dict[str, jax.Array], **results: Any) -> dict[str, jax.Array]:
+    def run(
+        cls, operands: dict[str, jax.Array], *, spans: int = 1, **results: Any
+    ) -> dict[str, jax.Array]:
         """Launches the kernel; returns its results by name."""
-        batch, _, num_values, value_width = operands["values"].shape
-        heads = batch * num_values
+        num_rows, _, num_values, value_width = operands["values"].shape
+        rows = num_rows if spans == 1 else num_rows - num_rows // spans
+        num_keys, width = operands["k"].shape[2:]
+        columns = rows * num_values * value_width // COLUMNS
         # Together columns of a head share copies; apart they fill more processors.
-        is_full = heads * value_width // COLUMNS > NUM_PROCESSORS
+        is_full = columns > NUM_PROCESSORS
         together = 2 if is_full and value_width % (2 * COLUMNS) == 0 else 1
         kernel = cls(
-            num_keys=operands["k"].shape[2], num_values=num_values, value_width=value_width,
-            num_chunks=operands["k"].shape[1] // CHUNK, width=operands["k"].shape[3],
-            together=together, has_delta="inverses" in operands, by_channel="kept" in operands,
-            dtype=operands["k"].dtype,
+            num_keys=num_keys, num_values=num_values, value_width=value_width,
+            num_chunks=operands["k"].shape[1] // CHUNK, width=width,
+            together=together, spans=spans, has_delta="inverses" in operands,
+            by_channel="kept" in operands, dtype=operands["k"].dtype,
         )  # fmt: skip
+        end = (rows, num_values, value_width, width)
         return launch(
             kernel.block,
             name=cls.name,
             operands=operands,
-            results=results | {"end": jax.ShapeDtypeStruct(operands["start"].shape, jnp.float32)},
+            results=results | {"end": jax.ShapeDtypeStruct(end, jnp.float32)},
             scratch=kernel.scratch(),
-            grid=(heads * kernel.parts,),
+            grid=(columns // together,),
             grid_names=("block",),
             num_threads=together + 1,
         )
@@ -134,7 +141,14 @@ class ChunkKernel:
         def _():
             if self.together > 1:
                 plgpu.set_max_registers(88, action="decrease")
-            self.prepare(gmem, smem, b, m, part)
+            self.prepare(gmem, smem, self.row_of(b), m, part)
+
+    def row_of(self, b):
+        """Returns the row of operands that row ``b`` of the results is computed from."""
+        if self.spans == 1:
+            return b
+        done = self.spans - 1
+        return lax.div(b, done) * self.spans + lax.rem(b, done) + int(self.is_reversed)
 
     def chunk_of(self, it):
         """Returns the chunk of a block's step ``it``."""
@@ -195,12 +209,16 @@ class ChunkKernel:
     def advance(self, gmem, smem, wg, b, m, part) -> None:
         """Goes through the chunks with the state of a warpgroup's 64 columns."""
         columns = pl.ds(part * COLUMNS, COLUMNS)
-        state = plgpu.load(gmem.start.at[b, m, columns], layout=tile_layout(), optimized=False)
+        if hasattr(gmem, "start"):
+            state = plgpu.load(gmem.start.at[b, m, columns], layout=tile_layout(), optimized=False)
+        else:
+            empty = jnp.zeros((COLUMNS, self.width), jnp.float32)
+            state = plgpu.layout_cast(empty, tile_layout())
 
         def at(it):
             slot = lax.rem(it + self.num_stages, self.num_stages)
             chunk = self.chunk_of(it)
-            place = (b, pl.ds(chunk * CHUNK, CHUNK), m, columns)
+            place = (self.row_of(b), pl.ds(chunk * CHUNK, CHUNK), m, columns)
             return ChunkStep(wg, it, slot, chunk, place)
 
         def step(it, carry):

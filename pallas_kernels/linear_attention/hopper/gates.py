@@ -39,22 +39,26 @@ _LEAST_BETA = 2.0**-100
 
 
 def gates(
-    log_decay_BTM: jax.Array | None, beta_BTM: jax.Array, document_BT: jax.Array
+    log_decay_BTM: jax.Array | None, beta_BTM: jax.Array | None, document_BT: jax.Array
 ) -> jax.Array:
     """Computes fp32 [B, M, J, G, 64]; T must be a multiple of 64.
 
     Args:
         log_decay_BTM: None: heads have no decay.
+        beta_BTM: None: all are 1. Not both may be None.
         document_BT: number of each token's document in its row, from 0 on; 0 goes on from the
             given state.
     """
 
-    beta_BMJi = jnp.maximum(by_chunks(beta_BTM.astype(jnp.float32)), _LEAST_BETA)
-    sum_BMJi = jnp.zeros_like(beta_BMJi)
+    sum_BMJi = beta_BMJi = None
     if log_decay_BTM is not None:
         sum_BMJi = jnp.cumsum(by_chunks(log_decay_BTM.astype(jnp.float32)), axis=-1)
+    if beta_BTM is not None:
+        beta_BMJi = jnp.maximum(by_chunks(beta_BTM.astype(jnp.float32)), _LEAST_BETA)
     # Else XLA would transpose once per gate, and element by element.
     sum_BMJi, beta_BMJi = lax.optimization_barrier((sum_BMJi, beta_BMJi))
+    sum_BMJi = jnp.zeros_like(beta_BMJi) if sum_BMJi is None else sum_BMJi
+    beta_BMJi = jnp.ones_like(sum_BMJi) if beta_BMJi is None else beta_BMJi
     document_BJi = by_chunks(document_BT)
     last_BJ = document_BJi[..., -1]
     before_BJ1 = jnp.pad(last_BJ[:, :-1], ((0, 0), (1, 0)))[..., None]

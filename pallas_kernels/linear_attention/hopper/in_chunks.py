@@ -1,14 +1,15 @@
 """Linear attention in chunks and its gradient on a Hopper GPU: supported calls, kernels in turn.
 
 Forward, ``inverse`` solves the systems of the delta rule in all chunks, and ``scan`` goes from
-chunk to chunk.
+chunk to chunk. Before it ``spans`` finds states of a state space, between which rows' chunks are
+computed side by side.
 Backward, ``scan`` computes the states again, ``reverse`` their cotangents from the last chunk to
 the first, and ``gradients`` those of all tokens.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.common import device
 from pallas_kernels.linear_attention.chunked import chunked
 
-from . import scan
+from . import scan, spans
 from .channels import prepared
 from .gates import CHUNK, gates
 from .gradients import token_gradients
@@ -67,38 +68,81 @@ def in_chunks(
     Operands of products are rounded to bf16, sums are fp32, and triangular systems are solved in
     fp32. The backward pass keeps the operands and computes the rest again.
     """
-    q, k, v, log_decay = _padded(q_BTNH, k_BTNH, v_BTMV, log_decay_BTM)
-    beta = None if beta_BTM is None else _padded(beta_BTM)[0]
-    documents = _with_edge(document_BT)
-    out, end = scan.outputs(_operands(q, k, v, log_decay, beta, documents, state_BMHV))
-    return out[:, : q_BTNH.shape[1]], end.swapaxes(2, 3)
+    given = _Given(q_BTNH, k_BTNH, v_BTMV, log_decay_BTM, beta_BTM, state_BMHV, document_BT)
+    out, end = scan.outputs(_operands(given))
+    return given.whole(out), given.by_row(end)[:, -1].swapaxes(2, 3)
 
 
-def _kept(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    return in_chunks(*operands), operands
+def _kept(*given: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    return in_chunks(*given), given
 
 
 def _pulled(
-    given: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
+    kept: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
-    *tokens, beta_BTM, state_BMHV, document_BT = given
-    length, d_state_BMHV = document_BT.shape[1], cotangents[1]
-    q, k, v, log_decay, d_out = _padded(*tokens, cotangents[0])
-    beta = None if beta_BTM is None else _padded(beta_BTM)[0]
-    operands = _operands(q, k, v, log_decay, beta, _with_edge(document_BT), state_BMHV)
+    given = _Given(*kept)
+    operands = _operands(given)
+    (d_out,) = given.padded(cotangents[0])
+    start = cotangents[1].astype(jnp.float32).swapaxes(2, 3)
+    reading = operands | {"values": d_out}
     states, solved = scan.states({name: x for name, x in operands.items() if name != "q"})
-    start = d_state_BMHV.astype(jnp.float32).swapaxes(2, 3)
-    d_states, d_v, d_start = cotangents_of(operands | {"values": d_out, "start": start})
+    if given.spans > 1:
+        start = spans.reversed_starts(reading, start)
+    d_states, d_v, d_start = cotangents_of(reading | {"start": start})
     d_q, d_k, d_log, d_beta = token_gradients(
         operands, d_out, solved=solved, states=states, d_states=d_states, d_v=d_v
     )
-    found = (x[:, :length] for x in (d_q, d_k, d_v, d_log))
-    found = (x.astype(like.dtype) for x, like in zip(found, tokens, strict=True))
-    d_beta = None if beta_BTM is None else d_beta[:, :length].astype(beta_BTM.dtype)
-    return *found, d_beta, d_start.swapaxes(2, 3).astype(state_BMHV.dtype), None
+    found = (d_q, d_k, d_v, d_log, d_beta)
+    d_given = [
+        None if like is None else given.whole(x).astype(like.dtype)
+        for x, like in zip(found, kept, strict=False)
+    ]
+    d_state = given.by_row(d_start)[:, 0].swapaxes(2, 3)
+    return *d_given, d_state.astype(given.state.dtype), None
 
 
 in_chunks.defvjp(_kept, _pulled)
+
+
+class _Given(NamedTuple):
+    """Operands of ``in_chunks``."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array | None
+    state: jax.Array
+    document: jax.Array
+
+    @property
+    def spans(self) -> int:
+        """Number of spans of a row that are computed side by side."""
+        return 1 if self.beta is not None else spans.num_spans(*self.v.shape)
+
+    def padded(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Appends tokens that neither decay nor write, up to whole chunks, and cuts spans."""
+        return [spans.cut(x, self.spans) for x in _padded(*arrays)]
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """Undoes ``padded``."""
+        return x.reshape(len(self.v), -1, *x.shape[2:])[:, : self.v.shape[1]]
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """Reshapes an array of spans to [B, S, ...]."""
+        return x.reshape(len(self.v), self.spans, *x.shape[1:])
+
+
+def _operands(given: _Given) -> dict[str, jax.Array]:
+    """Operands of the kernels that go from chunk to chunk."""
+    q, k, v, log_decay = given.padded(given.q, given.k, given.v, given.log_decay)
+    beta = None if given.beta is None else given.padded(given.beta)[0]
+    document = spans.cut_documents(_with_edge(given.document), given.spans)
+    numbers, start = gates(log_decay, beta, document), given.state.swapaxes(2, 3)
+    named = {"q": q, "k": k, "values": v, "gates": numbers, "start": start.astype(jnp.float32)}
+    if given.spans > 1:
+        named["start"] = spans.starts(named, named["start"])
+    return named if beta is None else named | {"inverses": inverses(k, numbers)}
 
 
 def _padded(*arrays: jax.Array) -> list[jax.Array]:
@@ -115,22 +159,6 @@ def _padded(*arrays: jax.Array) -> list[jax.Array]:
 def _with_edge(document_BT: jax.Array) -> jax.Array:
     """The documents, with the last token's for those of ``_padded``."""
     return jnp.pad(document_BT, ((0, 0), (0, -document_BT.shape[1] % CHUNK)), mode="edge")
-
-
-def _operands(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array | None,
-    document: jax.Array,
-    state: jax.Array,
-) -> dict[str, jax.Array]:
-    """Operands of the kernels that go from chunk to chunk."""
-    numbers = gates(log_decay, jnp.ones_like(log_decay) if beta is None else beta, document)
-    start = state.astype(jnp.float32).swapaxes(2, 3)
-    named = {"q": q, "k": k, "values": v, "gates": numbers, "start": start}
-    return named if beta is None else named | {"inverses": inverses(k, numbers)}
 
 
 @jax.custom_vjp

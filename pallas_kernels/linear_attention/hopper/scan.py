@@ -84,10 +84,11 @@ class _Outputs(_Forward):
     def begun(self):
         if not self.is_ahead:
             return ()
-        empty = plgpu.layout_cast(jnp.zeros((COLUMNS, CHUNK), jnp.float32), tile_layout())
-        return empty, empty.astype(self.dtype)
+        return _empty(), _empty().astype(self.dtype)
 
     def step(self, gmem, smem, at: ChunkStep, before: ChunkStep, state, *waiting):
+        if not self.has_delta and not waiting:
+            return self.add(gmem, smem, at, state)
         operand = state.astype(self.dtype)
         decayed: Any = plgpu.ACC.init(self.decayed(smem, at, state))
 
@@ -153,9 +154,34 @@ class _Outputs(_Forward):
             self.await_weights(smem, at)
             out_ref[...] = self.weighed(smem, at, out, solved)
 
-        empty = plgpu.layout_cast(jnp.zeros((COLUMNS, CHUNK), jnp.float32), tile_layout())
-        state, out = pl.run_state(all_products)((decayed, empty))
+        state, out = pl.run_state(all_products)((decayed, _empty()))
         self.give(gmem, smem, at, out)
+        return (state,)
+
+    def add(self, gmem, smem, at: ChunkStep, state):
+        """Computes a step without the delta rule, of which both products of the state overlap."""
+        operand, values = state.astype(self.dtype), self.values_of(smem, at)
+        kept = self.kept(smem, at, values.astype(jnp.float32))
+        decayed: Any = plgpu.ACC.init(self.decayed(smem, at, state))
+
+        def products(refs):
+            state_acc, out_ref = refs
+
+            def from_state(acc):
+                plgpu.wgmma(acc, operand, queries_of(smem, at.slot).transpose((1, 0)))
+                plgpu.wgmma(state_acc, kept, keys_of(smem, at.slot))
+                return self.by_column(smem, at, read(acc, wait_n=1), Gate.ENTERED)
+
+            out_ref[...] = pl.run_scoped(from_state, _square())
+
+        def weigh(acc):
+            values = smem.values.at[at.slot, at.wg].transpose((1, 0))
+            plgpu.wgmma(acc, values, smem.weights.at[at.slot])
+
+        state, out = pl.run_state(products)((decayed, _empty()))
+        self.await_weights(smem, at)
+        start: Any = plgpu.ACC.init(out)
+        self.give(gmem, smem, at, pl.run_state(weigh)(start))
         return (state,)
 
     def weighed(self, smem, at: ChunkStep, out, solved) -> jax.Array:
@@ -164,6 +190,13 @@ class _Outputs(_Forward):
         def add(acc):
             plgpu.wgmma(acc, solved, smem.weights.at[at.slot])
 
+        def added(acc):
+            add(acc)
+            return out + read(acc)
+
+        if self.by_channel:
+            # Going on from a part of another product's accumulator would serialize all products.
+            return pl.run_scoped(added, _square())
         start: Any = plgpu.ACC.init(out)
         return pl.run_state(add)(start)
 
@@ -219,6 +252,10 @@ class _States(_Forward):
         state = pl.run_state(add)(decayed)
         plgpu.barrier_arrive(smem.empty.at[at.slot])
         return (state,)
+
+
+def _empty() -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((COLUMNS, CHUNK), jnp.float32), tile_layout())
 
 
 def _square() -> Any:
