@@ -94,10 +94,9 @@ def floor_ms(given: Arrays, *, is_gradient: bool) -> float:
 def formula(given: Arrays) -> tuple[jax.Array, jax.Array]:
     """Outputs and state in fp32, token after token."""
     wide = {name: x.astype(jnp.float32) for name, x in given.items()}
-    names = ("q", "k", "v", "log_decay", "beta", "state")
-    q, k, v, log_decay, beta, state = (wide.get(name) for name in names)
+    q, k, v, log_decay, state = (wide[x] for x in ("q", "k", "v", "log_decay", "state"))
     document = jnp.zeros(v.shape[:2], jnp.int32)
-    return reference(q, k, v, log_decay, beta, state, document)
+    return reference(q, k, v, log_decay, wide.get("beta"), state, document)
 
 
 def formula_gradient(given: Arrays, cotangents: tuple[jax.Array, jax.Array]) -> Arrays:
