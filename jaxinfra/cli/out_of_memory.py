@@ -14,11 +14,10 @@ import jax
 from jaxinfra.checkpoint.run_directory import write_atomically
 from jaxinfra.cli.price import step_price
 from jaxinfra.config.run import RunConfig
-from jaxinfra.diagnostics.memory.picture import draw_memory
+from jaxinfra.diagnostics.memory.picture import OUT_OF_MEMORY_PICTURE, draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
-from jaxinfra.diagnostics.run_view import OUT_OF_MEMORY_PICTURE
 from jaxinfra.errors import JaxinfraError
 from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute.budget import FREE_SHARE

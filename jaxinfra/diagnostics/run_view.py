@@ -12,14 +12,13 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.diagnostics.delays import Explanation, explain_step
 from jaxinfra.diagnostics.host_delays import phase_ms
+from jaxinfra.diagnostics.memory.picture import OUT_OF_MEMORY_PICTURE
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.files import read_bytes, read_json, read_log
 from jaxinfra.runtime.goodput import goodput, read_sessions, sum_causes
 from jaxinfra.runtime.recorder import read_incidents, read_records
 from jaxinfra.training.metrics import STATISTICS_FILE
 from jaxinfra.training.summary import SourceRead, mixture_read
-
-OUT_OF_MEMORY_PICTURE = "out-of-memory.png"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

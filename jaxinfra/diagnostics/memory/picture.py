@@ -16,6 +16,8 @@ from jaxinfra.runtime.picture_style import (
     new_picture,
 )
 
+OUT_OF_MEMORY_PICTURE = "out-of-memory.png"  # in the directory of a run that did not fit
+
 _COLORS = dict(
     zip(
         ROLES,
