@@ -7,6 +7,7 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
+from jaxinfra.hf.rope import in_rope_parameters
 from jaxinfra.hf.shared import as_attending, decoder_config, decoder_keys, dense_block, with_mixers
 from jaxinfra.hf.weights import ATTENDS, LLAMA, Family, gated, norm, outside
 
@@ -15,6 +16,11 @@ def read_bamba(keys: Keys) -> ModelConfig:
     """Reads Bamba: Mamba 2 in all layers but those that are named."""
     keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
     keys.ignore("num_logits_to_keep", "z_loss_coefficient")
+    keys.expect(
+        "partial_rotary_factor",
+        (0.5, None),
+        "the reference takes 0.5 whatever stands here; write it in rope_parameters",
+    )
     model = decoder_config(
         keys,
         num_kv_heads=None if keys.has("num_key_value_heads") else 8,
@@ -38,12 +44,12 @@ def write_bamba(config: ModelConfig) -> dict[str, Any]:
     attention, mlp = dense_block(alike)
     mixers = [block.mixer for block in config.layers]
     fraction = 1.0 if attention.rope is None else attention.rope.fraction
-    return decoder_keys(alike) | {
+    keys = decoder_keys(alike) | {"partial_rotary_factor": fraction}
+    return in_rope_parameters(keys) | {
         **hybrid_mixer_keys(mixer, config.model_dim),
         "attn_layer_indices": [i for i, each in enumerate(mixers) if each == attention],
         "attention_bias": attention.out_bias,
         "mlp_bias": mlp.bias,
-        "partial_rotary_factor": fraction,
     }
 
 

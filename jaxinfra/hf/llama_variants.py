@@ -15,7 +15,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.rope import NtkScaling, QueryScaling, RopeConfig, RopePairs
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.rope import read_rope
+from jaxinfra.hf.rope import in_rope_parameters, read_rope
 from jaxinfra.hf.shared import (
     FULL,
     SLIDING,
@@ -328,16 +328,13 @@ def read_ministral3(keys: Keys) -> ModelConfig:
 def write_ministral3(config: ModelConfig) -> dict[str, Any]:
     """Writes Ministral 3; inverse of ``read_ministral3``."""
     attention, _ = dense_block(config)
-    keys = decoder_keys(config)
-    rope = (keys.pop("rope_scaling", None) or {"rope_type": "default"}) | {
-        "rope_theta": keys.pop("rope_theta", None)
-    }
+    keys = in_rope_parameters(decoder_keys(config))
     if attention.query_scaling is not None:
-        rope |= {
+        keys["rope_parameters"] |= {
             "llama_4_scaling_beta": attention.query_scaling.rate,
             "original_max_position_embeddings": attention.query_scaling.every,
         }
-    return keys | {"rope_parameters": rope, "sliding_window": attention.window}
+    return keys | {"sliding_window": attention.window}
 
 
 def read_cwm(keys: Keys) -> ModelConfig:

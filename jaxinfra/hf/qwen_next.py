@@ -172,6 +172,8 @@ def _as_attending(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     assert isinstance(attention, GroupedAttentionConfig), "as_attending"
     return alike, {
         "attention_bias": attention.out_bias,
+        # A quarter where it is not named.
+        "partial_rotary_factor": 1.0 if attention.rope is None else attention.rope.fraction,
         "layer_types": [LINEAR if each else FULL for each in is_linear],
         "linear_num_key_heads": mixer.num_key_heads,
         "linear_num_value_heads": mixer.num_value_heads,

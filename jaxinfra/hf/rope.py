@@ -67,7 +67,8 @@ def read_rope(
     older, newer = parsed("rope_scaling"), parsed("rope_parameters")
     if older is not None and newer is not None and older != newer:
         raise ConfigError(
-            f"rope_scaling says {older}, rope_parameters {newer}; keep the one that is right"
+            f"rope_scaling={keys.raw('rope_scaling')!r} and rope_parameters="
+            f"{keys.raw('rope_parameters')!r} differ; keep the one that is right"
         )
     found = newer or older or RopeConfig(theta=theta, fraction=fraction)
     return dataclasses.replace(found, pairs=pairs)
@@ -205,6 +206,19 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
     if rope.fraction != 1.0:
         keys["partial_rotary_factor"] = rope.fraction
     return keys
+
+
+def in_rope_parameters(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns written keys with the rotary embedding's in ``rope_parameters``, the newer form.
+
+    Some families read parts of it there only.
+    """
+    names = ("rope_theta", "partial_rotary_factor")
+    rope = (keys.get("rope_scaling") or {"rope_type": "default"}) | {
+        name: keys[name] for name in names if name in keys
+    }
+    plain = {name: value for name, value in keys.items() if name not in (*names, "rope_scaling")}
+    return plain | {"rope_parameters": rope}
 
 
 def _write_scaling(rope: RopeConfig) -> dict[str, Any] | None:

@@ -257,6 +257,14 @@ def test_part_of_a_head_that_turns_in_one_type_of_layer_is_refused():
         from_hf_config(values)
 
 
+@pytest.mark.parametrize("name", ["bamba", "glm", "phi", "qwen3_next", "qwen3_5_moe", "stablelm"])
+def test_another_part_of_a_head_than_by_default_is_written(name):
+    values = json.loads(json.dumps(described(name)["config"]))
+    values["rope_parameters"]["partial_rotary_factor"] = 1.0
+    config = from_hf_config(values)
+    assert from_hf_config(to_hf_config(config, model_type=values["model_type"])) == config
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value", "said"),
     [
@@ -288,6 +296,7 @@ def test_part_of_a_head_that_turns_in_one_type_of_layer_is_refused():
         ("granite_hybrid", "mamba_d_head", 7, "have together"),
         ("bamba", "mamba_n_groups", 3, "not a multiple"),
         ("bamba", "hidden_act", "gelu", "convolutions"),
+        ("bamba", "partial_rotary_factor", 0.75, "write it in rope_parameters"),
         ("falcon_h1", "ssm_multipliers", [1.0], "give 5"),
         ("falcon_h1", "projectors_bias", True, "biases together"),
         ("nemotron_h", "layers_block_type", ["rnn"], "rnn is not supported"),

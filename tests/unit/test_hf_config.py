@@ -84,7 +84,7 @@ def test_older_longrope_keys():
 
 def test_contradicting_rope_keys_are_refused():
     both = values("llama", rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_theta=100.0)
-    with pytest.raises(ConfigError, match=r"rope_scaling says .* rope_parameters"):
+    with pytest.raises(ConfigError, match=r"rope_scaling=.* and rope_parameters="):
         from_hf_config(both)
 
 
