@@ -23,7 +23,7 @@ from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.errors import CheckpointError, ConfigError
-from jaxinfra.runtime.compile_cache import keep_compiled_programs
+from jaxinfra.runtime.compile_cache import cache_for_stages, keep_compiled_programs
 from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.recorder import excluded_steps
 from jaxinfra.training.describe import Environment, environment_of
@@ -147,42 +147,44 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
         )
     keep_compiled_programs(cache_dir)
     job = with_frozen(make_job(config if on_mesh else _alone(config)))
-    corpora, batches = _open_data(job, run, cache_dir)
-    restored = _before(job, run, step)
-    first = 0 if restored is None else restored.step
-    excluded = (
-        {*config.reliability.exclude_steps, *excluded_steps(run.incidents_file)}
-        | excluded_batches(restored)
-    )  # fmt: skip
-    if restored is not None and restored.data_state.keys() != {"step"}:  # kept by ``train``
-        batches.restore(restored.data_state)
-    recorded, differences = _recorded(job, run, step)
+    with cache_for_stages(job.config.mesh.pipe):
+        corpora, batches = _open_data(job, run, cache_dir)
+        restored = _before(job, run, step)
+        first = 0 if restored is None else restored.step
+        excluded = (
+            {*config.reliability.exclude_steps, *excluded_steps(run.incidents_file)}
+            | excluded_batches(restored)
+        )  # fmt: skip
+        if restored is not None and restored.data_state.keys() != {"step"}:  # kept by ``train``
+            batches.restore(restored.data_state)
+        recorded, differences = _recorded(job, run, step)
 
-    def start() -> State:
-        return first_state(job) if restored is None else jax.tree.map(jnp.copy, restored.state)
+        def start() -> State:
+            return first_state(job) if restored is None else jax.tree.map(jnp.copy, restored.state)
 
-    todo = functools.partial(_steps, job, batches, first=first, last=step, excluded=excluded)
-    before, batch, record = todo(start())
-    sums = rows_checksum(batches.batch(step - 1).tokens, first=0)
-    replayed = Replayed(
-        job=job,
-        corpora=corpora,
-        batches=batches,
-        step=step,
-        first=first,
-        state=before,
-        batch=batch,
-        record=record,
-        recorded=recorded,
-        is_excluded=step in excluded,
-        data_differ=recorded is not None and recorded["batch"] != batch_checksum([sums], copies=1),
-        differences=tuple(differences),
-        tolerances=dict.fromkeys(COMPARED, 0.0),
-    )
-    if not differences or replayed.reproduces is not False or not replayed.is_finite:
-        return replayed
-    twins = [todo(_moved(job, start(), seed=number))[2] for number in range(_TWINS)]
-    return dataclasses.replace(replayed, tolerances=_tolerances(record, twins))
+        todo = functools.partial(_steps, job, batches, first=first, last=step, excluded=excluded)
+        before, batch, record = todo(start())
+        sums = rows_checksum(batches.batch(step - 1).tokens, first=0)
+        replayed = Replayed(
+            job=job,
+            corpora=corpora,
+            batches=batches,
+            step=step,
+            first=first,
+            state=before,
+            batch=batch,
+            record=record,
+            recorded=recorded,
+            is_excluded=step in excluded,
+            data_differ=recorded is not None
+            and recorded["batch"] != batch_checksum([sums], copies=1),
+            differences=tuple(differences),
+            tolerances=dict.fromkeys(COMPARED, 0.0),
+        )
+        if not differences or replayed.reproduces is not False or not replayed.is_finite:
+            return replayed
+        twins = [todo(_moved(job, start(), seed=number))[2] for number in range(_TWINS)]
+        return dataclasses.replace(replayed, tolerances=_tolerances(record, twins))
 
 
 def _alone(config: RunConfig) -> RunConfig:

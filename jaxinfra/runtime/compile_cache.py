@@ -49,6 +49,19 @@ def without_cache() -> Iterator[None]:
                 _enable(_was_enabled)
 
 
+def cache_for_stages(num_stages: int) -> contextlib.AbstractContextManager[None]:
+    """Compiles without JAX's cache within a ``with`` block if a pipeline's stages are CPU devices.
+
+    XLA's CPU runtime keeps the order of all collectives of a program that it compiled. In one that
+    it reads back, only those within one loop or branch have an order. A stage's actions are
+    branches, so a device met its neighbours in other collectives: values were wrong, or it waited
+    for ever.
+    """
+    if num_stages > 1 and jax.default_backend() == "cpu":
+        return without_cache()
+    return contextlib.nullcontext()
+
+
 def _enable(value: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", value)
     compilation_cache.reset_cache()  # JAX looks at the setting once, until then

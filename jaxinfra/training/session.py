@@ -25,7 +25,7 @@ from jaxinfra.errors import (
 )
 from jaxinfra.runtime import injected_faults as faults
 from jaxinfra.runtime.cluster import LAUNCHER, attempt
-from jaxinfra.runtime.compile_cache import keep_compiled_programs
+from jaxinfra.runtime.compile_cache import cache_for_stages, keep_compiled_programs
 from jaxinfra.runtime.files import local_path, user_cache
 from jaxinfra.runtime.host_exchange import RowAllGather
 from jaxinfra.runtime.recorder import Recorder
@@ -100,6 +100,7 @@ def train(
         rank = 0 if cluster is None else cluster.process_id
         faults.arm(os.environ, rank=rank, attempt=attempt())
         keep_compiled_programs(cache_dir)
+        resources.enter_context(cache_for_stages(given.mesh.pipe))
         progress = resources.enter_context(Progress(every=given.training.log_every, quiet=rank > 0))
         session = _Session(
             config=_fitting(given, own, progress),

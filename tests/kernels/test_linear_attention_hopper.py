@@ -116,7 +116,7 @@ def test_all_kernels_lower_for_a_gpu(shape, kind):
 
 
 def test_states_between_spans_are_those_of_the_formula():
-    """What each span adds to a state of zeros, joined, is what the rows' tokens add."""
+    """Each span's state, computed from zeros, and the join of all are those of the recurrence."""
     batch, length, num_spans = 2, 3 * 2 * CHUNK, 3
     given = inputs((batch, length, 2, 2, 8, 4))
     state = given.pop("state")

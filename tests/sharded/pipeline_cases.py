@@ -18,6 +18,7 @@ from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
+from jaxinfra.runtime.compile_cache import cache_for_stages
 from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import batch_in_zigzag
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
@@ -91,7 +92,8 @@ def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinitio
     )
     key, scale = _key_and_scale(placement)
     lowered = jax.jit(gradient).lower(arguments, {}, batch, key=key, loss_scale=scale)
-    return lowered.compile(COMPILER_OPTIONS), placement, model
+    with cache_for_stages(case.mesh.pipe):
+        return lowered.compile(COMPILER_OPTIONS), placement, model
 
 
 def _key_and_scale(placement: Placement) -> tuple[jax.Array, jax.Array]:

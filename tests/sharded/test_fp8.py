@@ -27,6 +27,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.runtime.compile_cache import cache_for_stages
 from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import Job, lower_step, make_job
 from tests.small_models import dense
@@ -88,9 +89,10 @@ def trained(mesh: str = "", **how):
     """Losses and gradient norms of some steps, and the state after them."""
     job = job_of(mesh, **how)
     state, found = job.initialize(), []
-    for batch in batches():
-        state, metrics = job.train_step(state, job.put(batch))
-        found.append((float(metrics.loss), float(metrics.gradient_norm)))
+    with cache_for_stages(job.config.mesh.pipe):
+        for batch in batches():
+            state, metrics = job.train_step(state, job.put(batch))
+            found.append((float(metrics.loss), float(metrics.gradient_norm)))
     return np.asarray(found), jax.device_get(state.model_state), jax.device_get(metrics.fp8)
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ExpertsConfig, stacked
@@ -19,6 +20,7 @@ from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.parallel import loss as loss_on_meshes
+from jaxinfra.runtime.compile_cache import cache_for_stages
 from jaxinfra.training.recompute.budget import CHEAPEST_FIRST
 from tests.sharded.cases import gemma_like, gpt_like, llama_like, mla_like
 from tests.sharded.pipeline_cases import Case, alone, compiled, exact, loss_and_gradients
@@ -49,7 +51,6 @@ SAMPLE = {
 }
 
 
-@pytest.mark.slow  # on two cores XLA's CPU client hangs or aborts in about half of its runs
 def test_stages_with_experts_are_one_device():
     """Sums differ by their order alone; a micro-batch or a stage too few or too many, and a token
     that went to another expert, would move them by parts in a hundred.
@@ -62,6 +63,30 @@ def test_stages_with_experts_are_one_device():
     got, want = loss_and_gradients(case), alone(model, 2, case.remat, case.rows)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
+
+
+def test_stages_on_cpu_devices_are_not_read_from_a_cache(tmp_path):
+    """XLA gives such a program's collectives no order among one another."""
+    was = (
+        jax.config.jax_compilation_cache_dir,
+        jax.config.jax_persistent_cache_min_compile_time_secs,
+    )
+    _keep_in(str(tmp_path), 0.0)
+    try:
+        kept = []
+        for num_stages in (2, 1):
+            with cache_for_stages(num_stages):
+                jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()
+            kept.append(len(list(tmp_path.glob("*-cache"))))
+    finally:
+        _keep_in(*was)
+    assert kept == [0, 1]
+
+
+def _keep_in(directory: str | None, seconds: float) -> None:
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.slow  # by default the stages above

@@ -13,6 +13,7 @@ from jaxinfra.config.model import BlockConfig, GroupedAttentionConfig, ModelConf
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
+from jaxinfra.runtime.compile_cache import cache_for_stages
 from jaxinfra.training.job import make_job
 from tests.sharded.cases import OPTIMIZER, gradients_of, packed_batch
 
@@ -81,11 +82,12 @@ def two_steps(config: RunConfig, start: Any) -> dict[str, Any]:
     job = make_job(config, devices=jax.devices()[: config.mesh.num_devices])
     state = jax.device_put(start, job.shardings)
     metrics, states = [], []
-    for step in range(STEPS):
-        batch = job.put(jax.device_get(packed_batch(seed=step)))
-        state, values = job.train_step(state, batch)
-        states.append(jax.device_get(state))
-        metrics.append(jax.device_get(values))
+    with cache_for_stages(config.mesh.pipe):
+        for step in range(STEPS):
+            batch = job.put(jax.device_get(packed_batch(seed=step)))
+            state, values = job.train_step(state, batch)
+            states.append(jax.device_get(state))
+            metrics.append(jax.device_get(values))
     sums = [values.sums[0] for values in metrics]
     return {
         "loss": [values.loss for values in metrics],

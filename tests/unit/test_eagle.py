@@ -306,7 +306,7 @@ def test_the_engine_drafts_what_the_head_predicts_and_keeps_every_draw(form, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["8 bits", "tensor", "few pages"])
 def test_drafts_keep_the_texts_of_an_engine_without(case, tmp_path):
-    """With a cache in 8 bits, on two devices, and where requests are preempted."""
+    """Text is equal with a cache in 8 bits, on two devices, and where requests are preempted."""
     mesh = MeshConfig(tensor=2 if case == "tensor" else 1)
     place = serving_placement(from_hf_config(LLAMA), mesh)
     plain = target(tmp_path / "target", functools.partial(load_pretrained, placement=place))

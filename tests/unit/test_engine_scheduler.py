@@ -358,7 +358,7 @@ def test_requests_of_one_step_that_begin_alike_wait_for_the_first():
     scheduler.plan = noted
     run(scheduler, [(0, request(*prompt))] * 3)
     # The first prompt has 14 tokens. The others share three pages of four tokens with it, which
-    # leaves 2 each. Each request then computes the first three of its four drawn tokens.
+    # leaves 2 of its own to each. Of its four drawn tokens, each request computes the first three.
     assert sum(each.num_tokens for each in counts) == 14 + 2 + 2 + 3 * 3
 
 

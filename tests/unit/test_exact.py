@@ -97,9 +97,10 @@ def test_tokens_and_scores_do_not_depend_on_what_is_beside_them(name, attention)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [PolicyName.FP32, PolicyName.BF16], ids=["fp32", "bf16"])
 def test_drafts_change_no_bit(name):
-    """Drafts change neither the drawn tokens and their scores nor the keys that are kept.
+    """Drawn tokens and their log-probabilities are equal with and without drafts.
 
-    Requests that share pages with such keys get the log-probabilities of training, bit for bit.
+    Keys that verifying steps leave in pages are right, too: requests that share such pages get the
+    log-probabilities of training, bit for bit.
     """
     definition, tree = made(dense(**WIDE), name)
     plain, drafting = (

@@ -580,7 +580,7 @@ def test_runs_that_cannot_learn_are_refused():
     rows = dataclasses.replace(config.training, batch_size=4)
     text = dataclasses.replace(config.data, format=DataFormat.COMPLETIONS)
     model = dataclasses.replace(config.model, dropout_rate=0.1)
-    few = {"max_new_tokens": 4}
+    few, own = {"max_new_tokens": 4}, {"engine_mesh": "context=2", "engine_devices": "own"}
     for change, words in [
         ({"training": rows}, "is not a multiple of rl.group_size=8"),
         ({"rl": learn()}, "leaves no room for a prompt"),
@@ -591,10 +591,7 @@ def test_runs_that_cannot_learn_are_refused():
         ({"mesh": MeshConfig(pipe=2)}, "rl.engine_mesh pipe=2 .that of training.*such as fsdp=2"),
         ({"mesh": MeshConfig(fsdp=2), "rl": few | {"overlap": True}}, "would wait for each other"),
         ({"rl": few | {"engine_mesh": "tensor=2"}}, "a mesh of 1: both phases take turns"),
-        (
-            {"rl": few | {"engine_mesh": "context=2", "engine_devices": "own"}},
-            "engine_mesh context",
-        ),
+        ({"rl": few | own}, "engine_mesh context"),
     ]:
         if isinstance(change.get("rl"), dict):
             change["rl"] = codec.normalized(learn(**change["rl"]), RlConfig)
