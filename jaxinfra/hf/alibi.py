@@ -48,7 +48,8 @@ def read_bloom(keys: Keys) -> ModelConfig:
     keys.expect(
         "apply_residual_connection_post_layernorm", (False,), "residual sums of normalized values"
     )
-    keys.ignore("slow_but_exact", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv")
+    keys.expect("slow_but_exact", (False, None), "the reference then leaves biases out")
+    keys.ignore("offset_alibi", "skip_bias_add", "skip_bias_add_qkv")
     keys.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion")
     keys.ignore("unk_token_id", "hidden_dropout_prob", "attention_dropout_prob")
     width, heads = keys.named("hidden_size", "n_embed"), keys.named("n_head", "num_attention_heads")

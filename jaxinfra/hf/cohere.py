@@ -74,7 +74,7 @@ def _read(keys: Keys, **more: Any) -> ModelConfig:
 def write_cohere(config: ModelConfig) -> dict[str, Any]:
     """Writes Command R; inverse of ``read_cohere``."""
     attention, _ = dense_block(config)
-    return renamed(_keys(config), head_dim=None) | {"use_qk_norm": attention.qk_norm is not None}
+    return _keys(config) | {"use_qk_norm": attention.qk_norm is not None}
 
 
 def write_cohere2(config: ModelConfig) -> dict[str, Any]:

@@ -87,14 +87,19 @@ def read_gpt_neox(keys: Keys) -> ModelConfig:
     """Reads GPT-NeoX and Pythia: layers side by side with two norms, a part of heads rotated."""
     is_parallel = keys.flag("use_parallel_residual", True)
     keys.ignore("classifier_dropout")
-    theta = keys.number("rotary_emb_base", 10_000.0)
+    # Releases before transformers 5 wrote two numbers under a second name, which is not read.
+    again = "it is another name for {}, which says otherwise"
+    for name, other, default in (
+        ("rope_theta", "rotary_emb_base", 10_000.0),
+        ("partial_rotary_factor", "rotary_pct", 0.25),
+    ):
+        keys.expect(name, (keys.number(other, default), None), again.format(other))
     return decoder_config(
-        keys.named_as(partial_rotary_factor="rotary_pct"),
+        keys.named_as(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base"),
         num_kv_heads=keys.integer("num_attention_heads"),
         norm=layer_norm(keys, "layer_norm_eps"),
         partial_rotary=True,
         default_fraction=0.25,
-        default_theta=theta,
         gated=False,
         mlp_bias=True,
         attention_bias=keys.flag("attention_bias", True),

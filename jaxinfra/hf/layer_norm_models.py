@@ -53,7 +53,7 @@ def layer_norm(keys: Keys, name: str, *, bias: bool = True) -> NormConfig:
 def write_starcoder2(config: ModelConfig) -> dict[str, Any]:
     """Writes StarCoder 2; inverse of ``read_starcoder2``."""
     attention, mlp = dense_block(config)
-    keys = renamed(decoder_keys(config), rms_norm_eps="norm_epsilon", head_dim=None)
+    keys = renamed(decoder_keys(config), rms_norm_eps="norm_epsilon")
     return keys | {"use_bias": mlp.bias, "sliding_window": attention.window}
 
 
@@ -105,7 +105,7 @@ def read_phi(keys: Keys) -> ModelConfig:
 def write_phi(config: ModelConfig) -> dict[str, Any]:
     """Writes Phi 1 and 2; inverse of ``read_phi``."""
     attention, _ = dense_block(config)
-    keys = renamed(decoder_keys(config), rms_norm_eps="layer_norm_eps", head_dim=None)
+    keys = renamed(decoder_keys(config), rms_norm_eps="layer_norm_eps")
     return keys | {
         "partial_rotary_factor": 1.0 if attention.rope is None else attention.rope.fraction,
         "qk_layernorm": attention.qk_norm is not None,

@@ -52,7 +52,7 @@ def read_olmo(keys: Keys) -> ModelConfig:
 def write_olmo(config: ModelConfig) -> dict[str, Any]:
     """Writes OLMo 1; inverse of ``read_olmo``."""
     attention, _ = dense_block(config)
-    keys = renamed(decoder_keys(config), rms_norm_eps=None, head_dim=None)
+    keys = renamed(decoder_keys(config), rms_norm_eps=None)
     return keys | {"attention_bias": attention.out_bias, "clip_qkv": attention.qkv_clip}
 
 
@@ -92,8 +92,7 @@ def _normed_after(keys: Keys, layers: list[dict[str, Any]], **more: Any) -> Mode
 
 def write_olmo2(config: ModelConfig) -> dict[str, Any]:
     """Writes OLMo 2; inverse of ``read_olmo2``."""
-    keys = renamed(decoder_keys(config), head_dim=None)
-    return keys | {"attention_bias": dense_block(config)[0].out_bias}
+    return decoder_keys(config) | {"attention_bias": dense_block(config)[0].out_bias}
 
 
 def write_olmo3(config: ModelConfig) -> dict[str, Any]:

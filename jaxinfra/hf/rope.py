@@ -55,7 +55,8 @@ def read_rope(
             return None
         rope = Keys(values, what=name)
         rope.ignore(*known)
-        if has_alpha and rope.number("alpha", None):
+        kind = values.get("rope_type", values.get("type"))
+        if has_alpha and kind == "dynamic" and rope.number("alpha", None):
             rope.expect("factor", (1.0, None), "alpha says by how much the base is stretched")
             rope.ignore("type", "rope_type", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
             alpha = NtkScaling(factor=rope.number("alpha"))
@@ -77,10 +78,15 @@ def read_rope(
 def read_ropes_by_type(
     keys: Keys, types: Sequence[str], *, max_positions: int
 ) -> dict[str, RopeConfig] | None:
-    """Reads ``rope_parameters`` with an entry per type of layer; None where it has no such."""
-    values = keys.mapping("rope_parameters") or {}
-    if not any(isinstance(each, dict) for each in values.values()):
+    """Reads ``rope_parameters``, an entry per type of layer; None where a config has none."""
+    values = keys.mapping("rope_parameters")
+    if not values:
         return None
+    if not any(isinstance(each, dict) for each in values.values()):
+        raise ConfigError(
+            f"rope_parameters={dict(values)!r}: an entry for each of {', '.join(types)} is needed, "
+            "since layers of one type are rotated otherwise than those of another"
+        )
     nested, found = Keys(values, what="rope_parameters"), {}
     for name in types:
         entry = nested.mapping(name)

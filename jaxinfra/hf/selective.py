@@ -82,7 +82,8 @@ def write_mamba(config: ModelConfig) -> dict[str, Any]:
         **model_keys(config),
         "state_size": mixer.state_dim,
         "intermediate_size": mixer.num_channels,
-        "expand": _expansion(mixer, width),
+        # A whole number for strict readers; the number of channels goes before it.
+        "expand": max(mixer.num_channels // width, 1),
         "time_step_rank": mixer.rank,
         "conv_kernel": mixer.conv_width,
         "use_conv_bias": mixer.conv_bias,
@@ -97,11 +98,6 @@ def write_falcon_mamba(config: ModelConfig) -> dict[str, Any]:
     keys, mixer = write_mamba(config), config.blocks[0].mixer
     assert isinstance(mixer, SelectiveScanConfig), "write_mamba"
     return keys | {"mixer_rms_eps": mixer.norm_epsilon}
-
-
-def _expansion(mixer: SelectiveScanConfig, width: int) -> float:
-    whole, rest = divmod(mixer.num_channels, width)
-    return mixer.num_channels / width if rest else whole
 
 
 def read_jamba(keys: Keys) -> ModelConfig:

@@ -22,6 +22,7 @@ from jaxinfra.hf.llama_variants import (
 from jaxinfra.hf.rope import read_rope
 from jaxinfra.hf.shared import (
     FULL,
+    SLIDING,
     decoder_config,
     renamed,
     routed,
@@ -59,10 +60,13 @@ def read_dots1(keys: Keys) -> ModelConfig:
     keys.expect("scoring_func", ("noaux_tc", "sigmoid", None), "scores are sigmoid here")
     keys.expect("topk_method", ("noaux_tc", None), "its router always has a bias")
     keys.expect("moe_layer_freq", (1, None), "every layer after the dense ones routes")
-    keys.ignore(*LOSSES, "max_window_layers", "ep_size", "seq_aux", "aux_loss_alpha")
-    num_layers = keys.integer("num_hidden_layers")
-    types = keys.sequence("layer_types", [FULL] * num_layers)
-    window = keys.integer("sliding_window", None)
+    keys.ignore(*LOSSES, "ep_size", "seq_aux", "aux_loss_alpha")
+    num_layers, window = keys.integer("num_hidden_layers"), keys.integer("sliding_window", None)
+    start = num_layers if window is None else keys.integer("max_window_layers", 62)
+    keys.ignore("max_window_layers")
+    types = keys.sequence(
+        "layer_types", [SLIDING if i >= start else FULL for i in range(num_layers)]
+    )
     bias = keys.flag("attention_bias", False)
     dense = decoder_config(
         keys,
@@ -125,7 +129,10 @@ def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
 
 def read_ernie_moe(keys: Keys) -> ModelConfig:
     """Reads ERNIE 4.5 with experts: softmax scores with a correction, in some of the layers."""
-    keys.ignore(*LOSSES, "moe_norm_min")
+    keys.ignore(*LOSSES)
+    keys.expect(
+        "moe_norm_min", (1e-12, None), "the sum of a token's scores has no other bound here"
+    )
     keys.expect("moe_use_aux_free", (True, None), "its router always has a bias")
     dense = ernie_decoder(keys)
     width = keys.integer("moe_intermediate_size")
@@ -259,7 +266,7 @@ def write_phimoe(config: ModelConfig) -> dict[str, Any]:
     """Writes Phi-3.5-MoE; inverse of ``read_phimoe``."""
     attention, keys = experts_keys(config)
     _, experts, _ = layers_of(config)
-    keys = renamed(keys, num_experts="num_local_experts", norm_topk_prob=None, head_dim=None)
+    keys = renamed(keys, num_experts="num_local_experts", norm_topk_prob=None)
     scaling = None if attention.rope is None else attention.rope.scaling
     if isinstance(scaling, LongRopeScaling):
         factor = keys["rope_scaling"].pop("attention_factor")

@@ -225,6 +225,8 @@ def test_older_keys_say_the_same(name):
 
 
 def test_missing_keys_have_the_defaults_of_the_reference():
+    values = described("dots1_odd")["config"] | {"layer_types": None, "max_window_layers": 2}
+    assert [block.mixer.window for block in from_hf_config(values).layers] == [None, None, 5]
     values = described("qwen3_next_odd")["config"]
     short = {key: value for key, value in values.items() if key != "norm_topk_prob"}
     assert from_hf_config(short) == from_hf_config(values | {"norm_topk_prob": True})
@@ -294,6 +296,11 @@ def test_another_part_of_a_head_than_by_default_is_written(name):
         ("ministral3", "attention_bias", True, "no such bias"),
         ("granite_hybrid", "position_embedding_type", "alibi", "known are rope and nope"),
         ("granite_hybrid", "mamba_d_head", 7, "have together"),
+        ("ernie4_5_moe", "moe_norm_min", 0.5, "no other bound"),
+        ("bloom", "slow_but_exact", True, "leaves biases out"),
+        ("gpt_neox", "rope_theta", 77.0, "another name for rotary_emb_base"),
+        ("gemma3", "rope_parameters", {"rope_theta": 1e4}, "entry for each of sliding_attention"),
+        ("hunyuan_dense", "rope_scaling", {"alpha": 9.0}, "unknown keys"),
         ("bamba", "mamba_n_groups", 3, "not a multiple"),
         ("bamba", "hidden_act", "gelu", "convolutions"),
         ("bamba", "partial_rotary_factor", 0.75, "write it in rope_parameters"),
