@@ -107,7 +107,8 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
 
     Names may lack their common prefix, as in files of a model without its head. A tied tensor may
     be present if it equals the tensor that it is tied to. A bias that the model does not have may
-    be present if it is 0: AutoGPTQ wrote one for every layer.
+    be present if it is 0: AutoGPTQ wrote one for every layer. So may tensors without elements: of
+    no shared experts, transformers writes one as wide as none.
     """
     bare = not any(name.startswith(weights.root) for name in files.tensors)
     names = {
@@ -128,6 +129,7 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
         name
         for name in files.tensors
         if name not in known
+        and 0 not in files.tensors[name].shape
         and not (weights.ignored is not None and weights.ignored.fullmatch(root + name))
         and weights.extra_layer(root + name) is None
         and not _is_zero_bias(files, name, known)

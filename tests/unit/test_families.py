@@ -365,10 +365,19 @@ def with_dense_beside_experts(tensors):
     }
 
 
+def with_an_empty_tensor(tensors):
+    """Adds the shared expert of a layer without one, as transformers writes it."""
+    return tensors | {"model.layers.1.mlp.shared_experts.up_proj.weight": np.zeros((0, 32))}
+
+
 @pytest.mark.slow_cases("qwen3_5_moe-fused_experts")
 @pytest.mark.parametrize(
     ("name", "renamed"),
-    [("qwen3_5_moe", fused_experts), ("kimi_linear", with_dense_beside_experts)],
+    [
+        ("qwen3_5_moe", fused_experts),
+        ("kimi_linear", with_dense_beside_experts),
+        ("glm", with_an_empty_tensor),
+    ],
 )
 def test_other_files_of_the_same_model_are_read(name, renamed, tmp_path):
     write_directory(name, tmp_path)
