@@ -227,7 +227,6 @@ def read_phimoe(keys: Keys) -> ModelConfig:
     rope = read_rope(
         keys,
         max_positions=keys.integer("max_position_embeddings"),
-        original_max_positions=4096,
         default_theta=1e6,
         known=("short_mscale", "long_mscale"),
     )

@@ -224,6 +224,15 @@ def test_older_keys_say_the_same(name):
     assert from_hf_config(older) == from_hf_config(newer)
 
 
+def test_phimoe_reads_and_writes_how_long_its_first_context_was():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "type": "longrope"}
+    factors |= {"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 16}
+    values = described("phimoe")["config"] | {"rope_parameters": None, "rope_scaling": factors}
+    config = from_hf_config(values)
+    assert config.layers[0].mixer.rope.scaling.original_max_positions == 16
+    assert from_hf_config(to_hf_config(config, model_type="phimoe")) == config
+
+
 def test_missing_keys_have_the_defaults_of_the_reference():
     values = described("dots1_odd")["config"] | {"layer_types": None, "max_window_layers": 2}
     assert [block.mixer.window for block in from_hf_config(values).layers] == [None, None, 5]
