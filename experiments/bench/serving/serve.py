@@ -8,6 +8,8 @@ already is named by its address. Open loop (``--rates``): requests arrive as a P
 whatever the server does. Closed loop (``--concurrency``): a client asks again when it is answered.
 Prompts are random tokens, so that nothing is shared but what ``--shared-prefix`` says. With
 ``--whole`` answers are not streamed, and their first token counts when the last one is there.
+``--settle`` also counts what clients get in ``--seconds`` that begin so much later: at first all
+send their prompts at once, at last fewer and fewer wait for an answer.
 """
 
 import argparse
@@ -81,6 +83,7 @@ class Answer:
     """One request: what came of it, in seconds from its arrival."""
 
     status: int
+    begun: float = 0.0  # its arrival, of ``time.perf_counter``
     prompt_tokens: int = 0
     new_tokens: int = 0
     first_s: float = 0.0
@@ -90,6 +93,12 @@ class Answer:
     def per_token_s(self) -> float:
         """Seconds per token after the first."""
         return (self.end_s - self.first_s) / max(1, self.new_tokens - 1)
+
+    def new_between(self, start: float, end: float) -> float:
+        """Number of new tokens between two times, if those after the first come evenly."""
+        first, last = self.begun + self.first_s, self.begun + self.end_s
+        later = max(0.0, min(end, last) - max(start, first)) / max(last - first, 1e-9)
+        return (start <= first < end) + (self.new_tokens - 1) * later
 
 
 async def asked(server: Server, call: Call) -> Answer:
@@ -129,6 +138,7 @@ async def asked(server: Server, call: Call) -> Answer:
             return Answer(status=0)  # cut short
         return Answer(
             status=200,
+            begun=begun,
             prompt_tokens=usage["prompt_tokens"],
             new_tokens=usage["completion_tokens"],
             first_s=first - begun,
@@ -171,7 +181,7 @@ class Load:
 
     async def by_clients(self, number: int) -> list[Answer]:
         """Runs ``number`` closed-loop clients: each sends its next request after an answer."""
-        end = time.perf_counter() + self.args.seconds
+        end = time.perf_counter() + self.args.settle + self.args.seconds
 
         async def client() -> list[Answer]:
             answers = []
@@ -279,6 +289,11 @@ def run(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         answers = asyncio.run(work)
         row: dict[str, Any] = {"load": f"{value:g} {kind}", "kind": kind, "value": value}
         row |= measured(answers, time.perf_counter() - begun, args)
+        if kind == "clients" and args.settle:
+            start, end = begun + args.settle, begun + args.settle + args.seconds
+            new = sum(a.new_between(start, end) for a in answers if a.status == 200)
+            row["settled_new_tokens_s"] = round(new / args.seconds, 1)
+            print(f"settled: {row['settled_new_tokens_s']} tokens/s for {args.seconds:g} s")
         rows.append(row)
         first, token = row["first_token_ms"], row["per_token_ms"]
         print(
@@ -300,6 +315,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", default=[], metavar="R")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[], metavar="N")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument(
+        "--settle", type=float, default=0.0, metavar="S", help="seconds of clients before --seconds"
+    )
     parser.add_argument(
         "--prompt-tokens", type=lambda t: Lengths(text=t), default=Lengths(text="128")
     )
