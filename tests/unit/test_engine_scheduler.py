@@ -13,8 +13,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from jaxinfra.config.presets.models import tiny
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.engine import NgramLookup
+from jaxinfra.serving.engine.options import options_on
 from jaxinfra.serving.engine.pages import NULL_PAGE, HostPages
 from jaxinfra.serving.engine.plan import SchedulerLimits
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
@@ -377,6 +379,43 @@ def test_limits_that_cannot_work_are_refused():
         dataclasses.replace(LIMITS, row_sizes=(1, 2))
     with pytest.raises(ConfigError, match="num_pages=1"):
         dataclasses.replace(LIMITS, num_pages=1)
+
+
+def test_a_new_request_leaves_pages_for_the_next_tokens_of_those_that_run():
+    limits = dataclasses.replace(
+        LIMITS, page_size=32, num_pages=1 + 6, max_positions=160, share_prefixes=False
+    )
+    scheduler = Scheduler(limits)
+    for number in range(5):
+        asked = request(*[number % 4] * 8, new=100)
+        scheduler.add(RequestStream(number=number, request=asked, tokens=[*[number] * 8], limit=0))
+    while scheduler.plan().chunks:
+        pass
+    # A page each, and one of 32 tokens for the 16 next ones of every two that run.
+    assert len(scheduler.running) == 4
+    assert scheduler.allocator.num_free == 2
+
+
+@pytest.mark.parametrize(
+    ("max_running", "max_step_tokens", "shards", "sizes"),
+    [
+        (64, 4160, 1, (1, 4, 16, 64)),
+        (300, 4396, 1, (1, 4, 16, 64, 128, 256, 300)),
+        (700, 2748, 1, (1, 2, 8, 32, 128, 256, 384, 512, 640, 700)),
+        (600, 1700, 1, (1, 4, 16, 64, 128, 256, 384, 512, 600)),
+        (600, 4800, 4, (4, 16, 64, 128, 256, 384, 512, 600)),
+    ],
+)
+def test_programs_of_rows_have_few_sizes_and_room_for_prompts(
+    max_running, max_step_tokens, shards, sizes
+):
+    options = dataclasses.replace(
+        options_on("gpu"), max_running=max_running, max_step_tokens=max_step_tokens
+    )
+    limits = options.limits(tiny(), batch_shards=shards)
+    assert limits.row_sizes == sizes
+    beside = (max_step_tokens - max_running) // 1024
+    assert max(rows for rows, length in limits.chunk_shapes if length == 1024) >= min(beside, 2)
 
 
 def test_a_page_that_two_requests_share_goes_to_the_host_once():

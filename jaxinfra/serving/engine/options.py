@@ -16,6 +16,10 @@ class Preemption(enum.StrEnum):
     HOST = "host"  # the host keeps them
 
 
+_FINEST_ROWS = 128
+"""Difference of the numbers of rows of large programs, whose rows cost more than their weights."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
     """User options of an engine: how many requests, pages and tokens per step it takes."""
@@ -72,10 +76,7 @@ class EngineOptions:
         max_running = -(-self.max_running // batch_shards) * batch_shards
         positions = min(config.max_positions, self.max_context or config.max_positions)
         pages = -(-positions // self.page_size)
-        # Padding to the next size costs nothing as long as weights are most of what a step reads.
-        sizes = [batch_shards]
-        while sizes[-1] < max_running:
-            sizes.append(min(max_running, sizes[-1] * (4 if sizes[-1] < 64 else 2)))
+        sizes = self._row_sizes(max_running, batch_shards)
         has_states = any(block.mixer.cache.state for block in config.blocks)
         shares, num_snapshots = self.share_prefixes, 0
         if has_states and shares:
@@ -88,7 +89,7 @@ class EngineOptions:
             max_running=max_running,
             max_step_tokens=self.max_step_tokens,
             max_positions=positions,
-            row_sizes=tuple(sizes),
+            row_sizes=sizes,
             chunk_sizes=self.chunk_sizes,
             max_piece_rows=self.max_piece_rows,
             share_prefixes=shares,
@@ -97,6 +98,20 @@ class EngineOptions:
             long_context=original_context(config),
             num_drafts=self.num_drafts if has_draft or config.mtp else 0,
         )
+
+    def _row_sizes(self, max_running: int, batch_shards: int) -> tuple[int, ...]:
+        """Returns the numbers of rows that programs have, ascending, multiples of the shards."""
+        sizes = [batch_shards]
+        beside = (self.max_step_tokens - max_running) // self.chunk_sizes[-1]
+        if min(beside, self.max_piece_rows) // batch_shards in (2, 3):
+            sizes.append(2 * batch_shards)  # of the longest chunks: a call of four has no room
+        finest = -(-_FINEST_ROWS // batch_shards) * batch_shards
+        while sizes[-1] < max_running:
+            last = sizes[-1]
+            # Padding costs nothing as long as weights are most of what a step reads.
+            following = last * (4 if last < 64 else 2) if last < 2 * finest else last + finest
+            sizes.append(min(max_running, following))
+        return tuple(sizes)
 
     def with_host(
         self, limits: SchedulerLimits, *, page_bytes: int, state_bytes: int

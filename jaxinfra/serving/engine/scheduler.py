@@ -19,6 +19,10 @@ from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
 from jaxinfra.serving.engine.requests import RequestStream
 from jaxinfra.serving.engine.states import Snapshots
 
+_TOKENS_AHEAD = 16
+"""Tokens of each running request whose pages a new one leaves free, or it would soon be preempted.
+"""
+
 
 @final
 class Scheduler:
@@ -297,7 +301,9 @@ class Scheduler:
             restored = 0
         whole = cached // size
         needed = -(-total // size) - whole
-        spare = len(self.running) if stream.slot is None else 0
+        spare = 0
+        if stream.slot is None:
+            spare = -(-len(self.running) * min(_TOKENS_AHEAD, size) // size)
         if len(pages) > whole and (restored or needed + spare > self._num_available):
             # The host has more of this page; or a page to copy from is one more than there may be.
             self.allocator.release(pages.pop())
