@@ -1,5 +1,6 @@
 """Strict reading of a Hugging Face config: every key is used, checked, or known to be unused."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,14 @@ _PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 _ADD = "; add it, with the value that the model was trained with"
 _LARGEST = 1 << 53
+# What sizes are divided by, and how many layers there are.
+_POSITIVE_NAMES = """
+    hidden_size n_embd d_model num_attention_heads n_head n_heads num_heads
+    num_hidden_layers n_layer n_layers num_layers partial_rotary_factor
+    decoder_sparse_step full_attention_interval moe_layer_interval no_rope_layer_interval
+    sliding_window_pattern block_multiple_of expand logits_scaling query_pre_attn_scalar
+"""
+_POSITIVE = frozenset(_POSITIVE_NAMES.split())
 _BOUNDED = {"num_hidden_layers": "num_layers", "n_layer": "num_layers"}
 
 
@@ -210,4 +219,8 @@ class Keys:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ConfigError(f"{self._what}: {name}={value!r} is no {expected}")
+        if name in _POSITIVE and isinstance(value, int | float) and not 0 < value < math.inf:
+            raise ConfigError(
+                f"{self._what}: {name}={value!r} must be positive and finite; restore it"
+            )
         return value

@@ -58,6 +58,8 @@ def read_step_limit(keys: Keys) -> tuple[float, float] | None:
     values = keys.sequence("time_step_limit", None)
     if values is None:
         return None
+    if len(values) != 2:
+        raise ConfigError(f"time_step_limit={list(values)}: give the least and the largest step")
     least, most = (float(x["__float__"] if isinstance(x, dict) else x) for x in values)
     return None if least <= 0.0 and most == math.inf else (least, min(most, LARGEST_STEP))
 
