@@ -4,10 +4,11 @@ Within a chunk the delta rule is a system of 64 equations: the tokens write valu
 ``(I + A) Y = V - entered K S`` and ``A[i, j] = decay(i, j) k_i . k_j beta_j`` for j < i. A block
 computes ``(I + A)^-1`` of two value heads. K K^T is one WGMMA product. The inverses of the two
 diagonal blocks of 32 are found by forward substitution in fp32: each thread of a warp owns a column
-in registers, and reads A from shared memory, where all threads want the same number. With Z of
-these inverses and L of the block below them, the whole inverse is ``Z - Z L Z``: two products by
-WGMMA, whose operands are sums of two bf16 and so keep 16 bits. Products of powers of A would need
-no substitution, but cancel: with 64 equal keys they reach 1e18, and the inverse has entries of 1.
+in registers, and reads A from shared memory, where all threads want the same number. With X and Z
+of these inverses and L of the block below X, the block below X in the whole inverse is ``-Z L X``:
+two products by WGMMA, of both heads at once, whose operands are sums of two bf16 and so keep 16
+bits. Products of powers of A would need no substitution, but cancel: with 64 equal keys they reach
+1e18, and the inverse has entries of 1.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, J chunk.
 """
@@ -25,7 +26,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import LANES
-from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, plgpu, vector
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, plgpu, vector
 from pallas_kernels.hopper.thread_registers import ThreadRegisters
 from pallas_kernels.hopper.threads import (
     address,
@@ -46,7 +47,9 @@ _HALF = CHUNK // 2
 _PITCH = _HALF + 8  # numbers per row of a block in shared memory, so that banks do not conflict
 _FOUR = 4  # numbers per load from shared memory
 _PIECE = 16  # bytes of a store to shared memory
-_LINE = 128  # bytes within which pieces are permuted
+_LINE = 128  # bytes within which pieces are permuted, in tiles [64, 64]
+_SHORT = 64  # and in blocks of 32 columns
+_BF16 = jnp.dtype(jnp.bfloat16)
 _COLUMN = ThreadRegisters(count=_HALF, dtype=jnp.dtype(jnp.float32))
 
 
@@ -110,18 +113,21 @@ class _Inverses:
         return 1 if self.num_values // self.num_keys % 2 == 0 else 2
 
     def scratch(self) -> dict[str, Any]:
-        tile = tiled(_LINE)
-        keys = (self.num_products, CHUNK, self.width)
-        pairs = plgpu.SMEM((2, 2, CHUNK, CHUNK), self.dtype, transforms=tile)
+        keys = plgpu.SMEM(
+            (self.num_products, CHUNK, self.width), self.dtype, transforms=tiled(_LINE)
+        )
+        blocks = plgpu.SMEM((2, 2 * _HALF, _HALF), self.dtype, transforms=tiled(_SHORT))
+        beside = plgpu.SMEM((2, _HALF, 2 * _HALF), self.dtype, transforms=tiled(_SHORT))
         return {
-            "below": pairs,
-            # Keys and systems are read before the blocks' inverses take their space.
+            "corners": beside,
+            # Keys and systems are read before inverses take their space.
             "shared": plgpu.RefUnion(
+                (keys, plgpu.SMEM((2, 2, _HALF, _PITCH), jnp.float32)),
                 (
-                    plgpu.SMEM(keys, self.dtype, transforms=tile),
-                    plgpu.SMEM((2, 2, _HALF, _PITCH), jnp.float32),
+                    plgpu.SMEM((2, CHUNK, CHUNK), self.dtype, transforms=tiled(_LINE)),
+                    blocks,
+                    beside,
                 ),
-                pairs,
             ),
             "gates": plgpu.SMEM((2, len(Gate), CHUNK), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=1 + self.num_products),
@@ -130,23 +136,20 @@ class _Inverses:
     def run(self, gmem, smem) -> None:
         """Runs one block: loads, products, substitution, stores."""
         block, pairs = lax.axis_index("block"), self.num_values // 2
-        (keys, systems), blocks = smem.shared
+        (keys, systems), (out, first, second) = smem.shared
         pair, rest = lax.rem(block, pairs), lax.div(block, pairs)
         chunk, b = lax.rem(rest, self.num_chunks), lax.div(rest, self.num_chunks)
         for h, system in enumerate(self._systems(gmem, smem, keys, b, pair, chunk)):
-            self._write_pair(_write_blocks(system, systems, h), smem.below.at[h])
+            _write_system(system, systems, smem.corners, h)
         plgpu.commit_smem()
         columns = _substitute(systems)
+        plgpu.commit_smem()  # all warps have read what the inverses replace
+        _write_inverses(columns, out, first, second)
         plgpu.commit_smem()
-        _write_inverses(columns, blocks)
+        _write_corners(self._corners(first, smem.corners, second), out)
         plgpu.commit_smem()
         for h in range(2):
-            whole = self._whole(blocks.at[h], smem.below.at[h])
-            plgpu.commit_smem()  # all warps have read what the result replaces
-            out = smem.below.at[h, 0]
-            out[...] = whole.astype(self.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, gmem.inverses.at[b, 2 * pair + h, chunk])
+            plgpu.copy_smem_to_gmem(out.at[h], gmem.inverses.at[b, 2 * pair + h, chunk])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _systems(self, gmem, smem, keys, b, pair, chunk) -> Iterator[jax.Array]:
@@ -181,80 +184,146 @@ class _Inverses:
         scale = -lax.broadcast_in_dim(beta, products.shape, [0])
         return products * passed(gates, is_strict=True) * scale
 
-    def _write_pair(self, tile: jax.Array, pair) -> None:
-        """Writes a tile as a sum of two rounded ones."""
-        high, low = self._split(tile)
-        pair[0] = high
-        pair[1] = low
-
     def _split(self, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns a tile as a sum of two rounded ones."""
         # The upper half of the bits, which are a bf16: rounding and widening would be slower.
         bits = lax.bitcast_convert_type(tile, jnp.int32) & jnp.int32(-(2**16))
         high = lax.bitcast_convert_type(bits, jnp.float32)
         return high.astype(self.dtype), (tile - high).astype(self.dtype)
 
-    def _whole(self, blocks, below) -> jax.Array:
-        """Computes a head's inverse, transposed, from those of its diagonal blocks."""
+    def _corners(self, first, corners, second) -> jax.Array:
+        """Computes block [0, 1] of both heads' inverses, transposed: fp32 [64, 32].
 
-        def first(acc):
+        Each product has the first head's rows above those of the second one, and a column block
+        for each head, of which the other head's are left out.
+        """
+
+        def from_left(acc):
             for left, right in _LARGE:
-                plgpu.wgmma(acc, blocks.at[left], below.at[right])
+                plgpu.wgmma(acc, first.at[left], corners.at[right])
             return lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc))
 
-        def second(acc):
+        def from_right(acc):
             for left, right in _LARGE:
-                plgpu.wgmma(acc, parts[left], blocks.at[right])
-            high, low = (plgpu.load(blocks.at[i], layout=tile_layout()) for i in range(2))
-            total = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc))
-            return total + high.astype(jnp.float32) + low.astype(jnp.float32)
+                plgpu.wgmma(acc, parts[left], second.at[right])
+            return lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc))
 
         square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-        parts = self._split(pl.run_scoped(first, square))
-        return pl.run_scoped(second, square)
+        parts = self._split(_own_columns(pl.run_scoped(from_left, square)))
+        return _own_columns(pl.run_scoped(from_right, square))
 
 
 _LARGE = ((0, 0), (0, 1), (1, 0))
 """Products of parts of a product's operands, without that of both small ones."""
 
 
-def _write_blocks(system: jax.Array, systems, head: int) -> jax.Array:
-    """Writes the two diagonal blocks of a head's system; returns the rest, which is block [0, 1].
+def _write_system(system: jax.Array, systems, corners, head: int) -> None:
+    """Writes a head's system: its two diagonal blocks in fp32, and block [0, 1] as two of bf16.
 
     Args:
-        systems: of both heads, in shared memory.
+        systems: diagonal blocks of both heads, in shared memory.
+        corners: blocks [0, 1], side by side: [2, 32, 64].
     """
     tile = tile_layout()
 
-    @plgpu.inline_mgpu(
-        arg_types=(tile, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=tile),
-    )
-    def write(_, tile, systems):
+    @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), plgpu.RefType(tiled(_SHORT))))
+    def write(_, tile, systems, corners):
         lane, warp = (f(thread(), constant(LANES)) for f in (arith.remui, arith.divui))
-        block = arith.divui(warp, constant(2))
-        row = total((arith.remui(warp, constant(2)), 16), arith.divui(lane, constant(4)))
+        block, half = (f(warp, constant(2)) for f in (arith.divui, arith.remui))
+        row = total((half, 16), arith.divui(lane, constant(4)))
         column = arith.muli(arith.remui(lane, constant(4)), constant(2))
         numbers = total((row, _PITCH), column, (block, _HALF * _PITCH))
         start = total(numbers, constant(head * 2 * _HALF * _PITCH))
         place = total(address(systems), (start, 4))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, block, constant(0))
         pairs = list(tile.registers.flat)
-        zero = mgpu.FragmentedArray.splat(mgpu.c(0.0, ir.F32Type.get()), tile.shape, tile.layout)
-        rest = list(zero.registers.flat)
+        count = len(pairs) // 2
         # A thread has two neighboring numbers in a strip of 8 columns, and two 8 rows below.
-        for index in range(len(pairs) // 2):
-            strip, half = divmod(index, 2)
-            later = len(pairs) // 2 + index
-            pair = arith.select(is_first, pairs[index], pairs[later])
-            offset = 4 * (8 * half * _PITCH + 8 * strip)
+        for index in range(count):
+            strip, below = divmod(index, 2)
+            pair = arith.select(is_first, pairs[index], pairs[count + index])
+            offset = 4 * (8 * below * _PITCH + 8 * strip)
             text = f"st.shared.v2.f32 [$0+{offset}], {{$1,$2}};"
             values = [_element(pair, i) for i in range(2)]
             assembly(None, [place, *values], text, "r,f,f,~{memory}", pure=False)
-            rest[later] = arith.select(is_first, pairs[later], rest[later])
-        registers = np.array(rest, dtype=object).reshape(tile.registers.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+        with mgpu_utils.when(is_first):
+            for index in range(count):
+                strip, below = divmod(index, 2)
+                own = total(row, constant(8 * below))
+                line = total(address(corners), _short_line(own, head))
+                piece = arith.muli(_short_piece(own, strip), constant(_PIECE))
+                pair = [_element(pairs[count + index], i) for i in range(2)]
+                for which, word in enumerate(_two_words(pair)):
+                    offset = constant(which * _HALF * 2 * _SHORT)
+                    at = total(line, piece, (column, 2), offset)
+                    assembly(
+                        None, [at, word], "st.shared.b32 [$0], $1;", "r,r,~{memory}", pure=False
+                    )
 
-    return write(system, systems)
+    write(system, systems, corners)
+
+
+def _short_line(row: Any, head: Any) -> Any:
+    """Byte offset of a row of a head's 32 columns, side by side with the other head's."""
+    head = head if not isinstance(head, int) else constant(head)
+    rows = total((arith.divui(row, constant(8)), 16 * _SHORT), (head, 8 * _SHORT))
+    return total(rows, (arith.remui(row, constant(8)), _SHORT))
+
+
+def _short_piece(row: Any, piece: int) -> Any:
+    """Returns the place of a piece of 16 bytes in a row of 64 bytes."""
+    odd = arith.andi(arith.shrui(row, constant(1)), constant(3))
+    return arith.xori(odd, constant(piece))
+
+
+def _two_words(pair: list[Any]) -> tuple[Any, Any]:
+    """Two fp32 numbers as words of two bf16 each, whose sum they are."""
+    word = packed_pair(pair, _BF16)
+    rest = [arith.subf(x, y) for x, y in zip(pair, widened_pair(word, _BF16), strict=True)]
+    return word, packed_pair(rest, _BF16)
+
+
+def _own_columns(tile: jax.Array) -> jax.Array:
+    """Columns of a tile [64, 64] of each head's rows: the first 32 of the first 32 rows, etc."""
+    layout = tile_layout()
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, _HALF), jnp.float32, layout=layout),
+    )
+    def own(_, tile):
+        warp, pairs = arith.divui(thread(), constant(LANES)), list(tile.registers.flat)
+        is_first = arith.cmpi(arith.CmpIPredicate.ult, warp, constant(2))
+        shape, zero = (CHUNK, _HALF), mgpu.c(0.0, ir.F32Type.get())
+        like = mgpu.FragmentedArray.splat(zero, shape, layout.to_mgpu()).registers
+        registers = np.empty(like.size, object)
+        for index in range(like.size):
+            registers[index] = arith.select(is_first, pairs[index], pairs[like.size + index])
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(like.shape), _layout=tile.layout, _is_signed=None
+        )
+
+    return own(tile)
+
+
+def _write_corners(corners: jax.Array, out) -> None:
+    """Writes block [0, 1] of both heads' inverses, [64, 32], to the tiles [64, 64]."""
+
+    @plgpu.inline_mgpu(arg_types=(tile_layout(), plgpu.RefType(tiled(_LINE))))
+    def write(_, corners, out):
+        lane, warp = (f(thread(), constant(LANES)) for f in (arith.remui, arith.divui))
+        head, half = (f(warp, constant(2)) for f in (arith.divui, arith.remui))
+        low = arith.divui(lane, constant(4))
+        line = total(address(out), (head, CHUNK * _LINE), (half, 16 * _LINE), (low, _LINE))
+        line = total(line, (arith.remui(lane, constant(4)), 4))
+        for index, pair in enumerate(corners.registers.flat):
+            strip, below = divmod(index, 2)
+            word = packed_pair([_element(pair, i) for i in range(2)], _BF16)
+            piece = arith.xori(low, constant(_LINE // _PIECE // 2 + strip))
+            place = total(line, (piece, _PIECE), constant(8 * below * _LINE))
+            assembly(None, [place, word], "st.shared.b32 [$0], $1;", "r,r,~{memory}", pure=False)
+
+    write(corners, out)
 
 
 def _element(pair: Any, which: int) -> Any:
@@ -294,34 +363,41 @@ def _four(place: Any, offset: int) -> list[Any]:
     return [llvm.extractvalue(f32, found, [i]) for i in range(_FOUR)]
 
 
-def _write_inverses(columns: jax.Array, blocks) -> None:
-    """Writes the blocks' inverses, transposed, as pairs of tiles [64, 64] of each head."""
+def _write_inverses(columns: jax.Array, out, first, second) -> None:
+    """Writes the blocks' inverses, transposed, and zeros beside them.
 
-    @plgpu.inline_mgpu(arg_types=(_COLUMN.layout, plgpu.RefType(tiled(_LINE))))
-    def write(_, columns, blocks):
+    Args:
+        out: a tile [64, 64] of each head; its block [0, 1] is written later.
+        first: two parts of the heads' first blocks, one above the other, [2, 64, 32].
+        second: two parts of the heads' second blocks, side by side, [2, 32, 64].
+    """
+    short = plgpu.RefType(tiled(_SHORT))
+
+    @plgpu.inline_mgpu(arg_types=(_COLUMN.layout, plgpu.RefType(tiled(_LINE)), short, short))
+    def write(_, columns, out, first, second):
         warp, lane = (f(thread(), constant(LANES)) for f in (arith.divui, arith.remui))
         head, block = (f(warp, constant(2)) for f in (arith.divui, arith.remui))
         row = total((block, _HALF), lane)
-        line = total(address(blocks), (head, 2 * CHUNK * _LINE), (row, _LINE))
-        low = arith.remui(row, constant(8))
-        bf16 = jnp.dtype(jnp.bfloat16)
-        high_words, low_words = [], []
+        line = total(address(out), (head, CHUNK * _LINE), (row, _LINE))
+        low, zero = arith.remui(row, constant(8)), constant(0)
+        above = total(address(first), (head, _HALF * _SHORT), (lane, _SHORT))
+        beside = total(address(second), _short_line(lane, head))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, block, zero)
+        short = arith.select(is_first, above, beside)
         numbers = _COLUMN.registers(columns)
-        for i in range(0, _HALF, 2):
-            pair = numbers[i : i + 2]
-            word = packed_pair(pair, bf16)
-            rest = [arith.subf(x, y) for x, y in zip(pair, widened_pair(word, bf16), strict=True)]
-            high_words.append(word)
-            low_words.append(packed_pair(rest, bf16))
+        pairs = [_two_words(numbers[i : i + 2]) for i in range(0, _HALF, 2)]
         text = "st.shared.v4.b32 [$0], {$1,$2,$3,$4};"
-        for which, words in enumerate((high_words, low_words)):
-            for piece in range(_LINE // _PIECE):
-                # The thread's 32 numbers are the line's first or last four pieces; others are 0.
-                own = words[4 * (piece % 4) : 4 * (piece % 4) + 4]
-                is_own = arith.cmpi(arith.CmpIPredicate.eq, block, constant(piece // 4))
-                values = [arith.select(is_own, x, constant(0)) for x in own]
-                offset = constant(which * CHUNK * _LINE)
-                place = total(line, (arith.xori(low, constant(piece)), _PIECE), offset)
-                assembly(None, [place, *values], text, "r,r,r,r,r,~{memory}", pure=False)
 
-    write(columns, blocks)
+        def store(place, words):
+            assembly(None, [place, *words], text, "r,r,r,r,r,~{memory}", pure=False)
+
+        for piece in range(_SHORT // _PIECE):
+            high, rest = zip(*pairs[4 * piece : 4 * piece + 4], strict=True)
+            for where, words in ((block, high), (arith.subi(constant(1), block), [zero] * 4)):
+                at = arith.xori(low, total((where, _SHORT // _PIECE), constant(piece)))
+                store(total(line, (at, _PIECE)), words)
+            for which, words in enumerate((high, rest)):
+                offset = constant(which * 2 * _HALF * _SHORT)
+                store(total(short, (_short_piece(lane, piece), _PIECE), offset), words)
+
+    write(columns, out, first, second)
