@@ -119,9 +119,14 @@ def _require_one_label(values: Mapping[str, Any], model_type: str) -> None:
 def model_type_of(values: Mapping[str, Any]) -> str:
     """Returns the ``model_type``; raises ConfigError for one that is not supported."""
     model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str):
         raise ConfigError(
-            f"model_type={model_type!r} is not supported{nearest(str(model_type), FAMILIES)}"
+            f"model_type={model_type!r}: the config does not name its architecture; is it a "
+            'config.json of Hugging Face? Add "model_type", such as "llama"'
+        )
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type={model_type!r} is not supported{nearest(model_type, FAMILIES)}"
         )
     return model_type
 

@@ -116,7 +116,7 @@ def test_rope_settings_that_cannot_be_followed_are_refused(scaling, message):
     ("name", "changes", "message"),
     [
         ("llama", {"model_type": "llame"}, "'llame' is not supported; did you mean 'llama'"),
-        ("llama", {"model_type": None}, "model_type=None is not supported"),
+        ("llama", {"model_type": None}, "model_type=None: the config does not name"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ("llama", {"head_gain": 2.0}, "unknown keys.*head_gain=2.0"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized checkpoints"),
