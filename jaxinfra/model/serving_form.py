@@ -29,7 +29,13 @@ from jaxinfra.model.definition import (
     nest,
 )
 from jaxinfra.model.execution import Execution, Place
-from jaxinfra.ops.quantized import QuantizedWeight, are_alike, as_kernels_read, concatenated_columns
+from jaxinfra.ops.quantized import (
+    QuantizedWeight,
+    are_alike,
+    as_kernels_read,
+    concatenated_columns,
+    packed_as_kernels_read,
+)
 
 COMPILER_OPTIONS = {
     # A weight is cut out of its stack by the call that reads it. Triton's products would cut it
@@ -100,7 +106,10 @@ def serving_parameters(
             paths = ["/".join([*parents, each, last]) for each in names]
             parts = [sources[each] for each in paths if each in sources and each not in kept_apart]
             shards = place.shards(sharded)
-            weight = _packed(parts, dim=dim, shards=shards, place=place, dims=dims[path].dims)
+            if form.execution.multiply.few_rows and isinstance(parts[0], QuantizedWeight):
+                weight = packed_as_kernels_read(parts, axis=dim)
+            else:
+                weight = _packed(parts, dim=dim, shards=shards, place=place, dims=dims[path].dims)
             numbers = ["/".join([*parents, each, last]) for each in _NUMBERS]
             numbers = [each for each in numbers if each in sources and each not in kept_apart]
             if parents[-1] == "attention" and numbers:

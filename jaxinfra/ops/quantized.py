@@ -1,7 +1,9 @@
 """Matmuls with weights stored in 4 or 8 bits, and compilation for a GPU that is not present."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -77,17 +79,40 @@ def multiply_quantized(
 def as_kernels_read(weight: QuantizedWeight) -> QuantizedWeight:
     """Reorders a weight for this device's kernel.
 
-    The weight is unchanged if no kernel supports it, or none was measured to be faster.
+    The weight is unchanged if no kernel supports it, none was measured to be faster, or it is
+    reordered already.
     """
-    if why_not_arranged(weight) is not None or not takes_kernel(weight):
+    if weight.arrangement is not Arrangement.ROWS or not _is_reordered(weight):
         return weight
-    return _arranged(weight)
+    return _arranged([weight], axis=-1)
 
 
-@jax.jit
-def _arranged(weight: QuantizedWeight) -> QuantizedWeight:
+def packed_as_kernels_read(weights: Sequence[QuantizedWeight], *, axis: int) -> QuantizedWeight:
+    """Concatenates weights of the same input, and reorders the result as ``as_kernels_read`` does.
+
+    Of stacks a layer at a time, so that a packed stack in the order of files is never in memory.
+
+    Args:
+        axis: negative index of the output dim along which they are joined.
+    """
+    joined = functools.partial(concatenated_columns, axis=axis)
+    if not _is_reordered(jax.eval_shape(joined, weights)):
+        return jax.jit(joined)(weights)
+    return _arranged(weights, axis=axis)
+
+
+def _is_reordered(weight: QuantizedWeight) -> bool:
+    return why_not_arranged(weight) is None and takes_kernel(weight)
+
+
+@functools.partial(jax.jit, static_argnames="axis")
+def _arranged(weights: Sequence[QuantizedWeight], *, axis: int) -> QuantizedWeight:
+    def of_layer(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        one = len(weights) == 1
+        return arranged(weights[0] if one else concatenated_columns(weights, axis=axis))
+
     # Of a stack one after another: what is between takes several times a weight.
-    return jax.lax.map(arranged, weight) if weight.leading else arranged(weight)
+    return jax.lax.map(of_layer, weights) if weights[0].leading else of_layer(weights)
 
 
 def takes_any_rows(weight: jax.Array | QuantizedWeight) -> bool:
@@ -102,7 +127,7 @@ def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | Non
         kind: JAX's device_kind.
     """
     with compiling_for(dataclasses.replace(H200, kind=kind)):
-        if why_not_arranged(weight) is not None or not takes_kernel(weight):
+        if not _is_reordered(weight):
             return None
         return jax.eval_shape(arranged, weight)
 

@@ -26,6 +26,8 @@ from jaxinfra.ops.quantized import (
     WeightCode,
     WeightFormat,
     as_kernels_read,
+    concatenated_columns,
+    packed_as_kernels_read,
     round_weight,
 )
 from jaxinfra.parallel.execution import execution_on
@@ -209,3 +211,27 @@ def test_serving_arranges_for_devices_on_which_the_kernel_was_measured():
         assert as_kernels_read(codes).arrangement is Arrangement.TRANSPOSED
     with device.compiling_for(dataclasses.replace(device.H200, kind="NVIDIA H100 80GB HBM3")):
         assert as_kernels_read(four) is four
+
+
+@pytest.mark.parametrize("leading", [(), (3,)])
+@pytest.mark.parametrize("code", [WeightCode.INT4, WeightCode.E4M3])
+def test_packing_layer_by_layer_is_packing_whole_stacks(code, leading):
+    form = WeightFormat(code=code, group_rows=128)
+    if code is WeightCode.E4M3:
+        form = WeightFormat(code=code, activations=Activations.E4M3)
+    rng = np.random.default_rng(0)
+    weights = [
+        round_weight(
+            jnp.asarray(rng.normal(size=(*leading, 256, columns)), jnp.float32),
+            form,
+            num_leading=len(leading),
+        )
+        for columns in (128, 384)
+    ]
+    joined = concatenated_columns(weights, axis=-1)
+    with device.compiling_for(device.H200):
+        found, expected = packed_as_kernels_read(weights, axis=-1), as_kernels_read(joined)
+        assert expected.arrangement is not Arrangement.ROWS
+        assert as_kernels_read(found) is found
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, packed_as_kernels_read(weights, axis=-1), joined)
