@@ -159,6 +159,7 @@ def evaluate(
     model: str | Path,
     *,
     data: str | None = None,
+    text_field: str | None = None,
     step: int | None = None,
     mesh: MeshConfig | None = None,
     cache_dir: Path | None = None,
@@ -168,6 +169,8 @@ def evaluate(
     Args:
         model: a run or a model directory.
         data: the text: a directory, a glob or a file; by default the run's held-out documents.
+        text_field: field of the rows of ``data`` that holds the text; by default the run's, or
+            ``text``.
         step: step of the run's checkpoint to evaluate; by default the newest intact one.
         mesh: devices that the model is sharded over; by default the first device.
         cache_dir: where tokenized text and compiled programs are cached; by default the user's
@@ -178,8 +181,8 @@ def evaluate(
         ``baseline``: the bits per byte of gzip and xz on the same text.
 
     Raises:
-        ConfigError: ``step`` is given for a model directory, which has none, or the mesh is
-            impossible.
+        ConfigError: ``step`` is given for a model directory, which has none, ``text_field`` without
+            ``data``, or the mesh is impossible.
         DataError, CheckpointError: text or model is missing, or the model is damaged.
 
     Examples:
@@ -189,11 +192,17 @@ def evaluate(
     """
     path, mesh = Path(model), mesh or MeshConfig()
     cache_dir = cache_dir or user_cache()
+    if text_field is not None and data is None:
+        raise ConfigError(f"text_field={text_field!r} is of data: name the text, or leave it out")
     if not is_model_directory(path):
-        return evaluate_run(path, mesh=mesh, cache_dir=cache_dir, source=data, step=step)
+        return evaluate_run(
+            path, mesh=mesh, cache_dir=cache_dir, source=data, text_field=text_field, step=step
+        )
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, without steps")
-    return evaluate_pretrained(path, mesh=mesh, cache_dir=cache_dir, source=data)
+    return evaluate_pretrained(
+        path, mesh=mesh, cache_dir=cache_dir, source=data, text_field=text_field
+    )
 
 
 def save(

@@ -3,7 +3,7 @@
 jaxinfra doctor                     GPUs, links, host, software and settings of this machine
 jaxinfra doctor --record FILE       the same, and save the driver's answers to a file
 jaxinfra doctor --answers FILE      examine such a recording
-jaxinfra doctor data SOURCE         unusual documents of a run's data, or of a directory or file
+jaxinfra doctor data SOURCE         unreadable and unusual documents of a run's data, or of a directory or file
 jaxinfra doctor checkpoint RUN      compare every checkpoint file with its SHA-256
 jaxinfra doctor recorder RUN        the last events of every rank, and where it hung
 """
@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import json
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from jaxinfra.config.data import DataConfig
 from jaxinfra.data.sources import scan
 from jaxinfra.diagnostics.data_audit import audit
 from jaxinfra.diagnostics.machine.examine import machine_findings
-from jaxinfra.diagnostics.machine.finding import Finding, Grade, headline, worst
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, graded, headline, worst
 from jaxinfra.diagnostics.machine.gpu import link_findings, measure_links
 from jaxinfra.diagnostics.machine.nvml import LiveAnswers, RecordedAnswers
 from jaxinfra.errors import ConfigError
@@ -57,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", type=Path, metavar="FILE", help="machine: save answers")
     parser.add_argument("--answers", type=Path, metavar="FILE", help="machine: examine a recording")
     parser.add_argument("--no-links", action="store_true", help="machine: skip measuring the links")
+    parser.add_argument(
+        "--text-field",
+        metavar="NAME",
+        help="data: field of rows that holds the text (default: the run's, or text)",
+    )
     parser.add_argument(
         "--session",
         type=int,
@@ -93,12 +99,25 @@ def _machine(args: argparse.Namespace) -> int:
 
 
 def _data(args: argparse.Namespace, directory: RunDirectory) -> int:
-    """Prints unusual documents of a run's training source or of a named source."""
+    """Prints unreadable and unusual documents of a run's training source or of a named source."""
     spec, text_field = str(args.run), DataConfig().text_field
     if directory.config_file.is_file():
         data = directory.read_config().data
         spec, text_field = data.source, data.text_field
-    return _show(audit(scan(spec).documents(text_field=text_field)).findings(), as_json=args.json)
+    refused: list[str] = []
+    documents = scan(spec).documents(text_field=args.text_field or text_field, refused=refused)
+    found = audit(documents).findings()
+    for each in refused:
+        print(each, file=sys.stderr)
+    unread = graded(
+        "data: refused files and rows",
+        f"{len(refused)}" + (", each named in a line above" if refused else ""),
+        ok=not refused,
+        rule="a run begins only if every file and row can be read",
+        remedy="mend or remove each",
+        otherwise=Grade.FAIL,
+    )
+    return _show([*found, unread], as_json=args.json)
 
 
 def _show(found: Sequence[Finding], *, as_json: bool) -> int:

@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run", type=Path, help="run directory, or a Hugging Face model: directory or name"
     )
     parser.add_argument("--data", help="text to use instead of the run's own held-out documents")
+    parser.add_argument(
+        "--text-field",
+        metavar="NAME",
+        help="field of the rows of --data that holds the text (default: the run's, or text)",
+    )
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest good one)")
     parser.add_argument("--mesh", default="", metavar="AXES", help="such as fsdp=4,tensor=2")
     parser.add_argument(
@@ -70,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         result = evaluate(
             args.run,
             data=args.data,
+            text_field=args.text_field,
             step=args.step,
             mesh=parse_mesh(args.mesh),
             cache_dir=args.cache,

@@ -7,9 +7,10 @@ import argparse
 import time
 from pathlib import Path
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from jaxinfra.diagnostics.run_view import RunView, read_view
 
@@ -38,10 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shown(view: RunView) -> RenderableType:
-    head = Table.grid(padding=(0, 2))
-    cells = view.headline()
-    head.add_row(*cells, style="dim")
-    head.add_row(*cells.values())
+    cells = view.headline().items()
+    head = Columns(  # as many beside one another as the terminal is wide
+        [Text.assemble((name, "dim"), "\n", value) for name, value in cells], padding=(0, 2)
+    )
     parts: list[RenderableType] = [str(view.path), head]
     whole = sum(view.causes.values())
     if whole:

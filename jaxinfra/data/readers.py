@@ -5,6 +5,7 @@ Arrow files are those that Hugging Face's ``datasets`` saves.
 
 import codecs
 import collections
+import contextlib
 import csv
 import dataclasses
 import gzip
@@ -34,6 +35,10 @@ _TABLES = (_PARQUET, _ARROW)
 _ROWS = 1024  # read at a time
 _OF_ANSWERS = {"messages", "conversations", "completion", "output", "chosen"}
 EACH_LINE = "each line must be one JSON object"
+_NAME_FIELD = (
+    "name the one that holds the text: --set data.text_field=NAME of train, --text-field NAME of "
+    "evaluate and doctor"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +49,35 @@ class Document:
     text: str
 
 
-def read_documents(path: Path, *, name: str, text_field: str | None) -> Iterator[Document]:
+def read_documents(
+    path: Path, *, name: str, text_field: str | None, refused: list[str] | None = None
+) -> Iterator[Document]:
     """Reads a file's documents in the format of its suffix; rows are named ``name:number``.
 
     Args:
         text_field: field of a row that holds its text; None: each document is a row as JSON.
+        refused: takes the messages of files and rows that cannot be read, which are then left
+            out; None: the first raises DataError.
     """
-    require_plain(path, error=DataError)
+    with _kept(refused):
+        require_plain(path, error=DataError)
+        yield from _documents(path, name=name, text_field=text_field, refused=refused)
+
+
+@contextlib.contextmanager
+def _kept(refused: list[str] | None) -> Iterator[None]:
+    """Appends the message of a DataError within to ``refused``, unless that is None."""
+    try:
+        yield
+    except DataError as error:
+        if refused is None:
+            raise
+        refused.append(str(error))
+
+
+def _documents(
+    path: Path, *, name: str, text_field: str | None, refused: list[str] | None
+) -> Iterator[Document]:
     try:
         if is_one_document(name):
             if text_field is None:
@@ -61,17 +88,19 @@ def read_documents(path: Path, *, name: str, text_field: str | None) -> Iterator
             yield Document(name=name, text=_text(path))
         elif text_field is not None and _kind(name) in _TABLES:
             for number, row in enumerate(_table_rows(path, columns=[text_field]), start=1):
-                text = _field(row, f"{path}: row {number}", text_field)
-                yield Document(name=f"{name}:{number}", text=text)
+                with _kept(refused):
+                    text = _field(row, f"{path}: row {number}", text_field)
+                    yield Document(name=f"{name}:{number}", text=text)
         else:
             for number, where, line in _json_rows(path, name):
-                text = decode(line) if isinstance(line, bytes) else line
-                if text is None:
-                    raise DataError(f"{where}: not UTF-8 text; {EACH_LINE}")
-                if text_field is not None:
-                    row = parse_json(text, where=where, error=DataError, remedy=EACH_LINE)
-                    text = _field(row, where, text_field)
-                yield Document(name=f"{name}:{number}", text=text)
+                with _kept(refused):
+                    text = decode(line) if isinstance(line, bytes) else line
+                    if text is None:
+                        raise DataError(f"{where}: not UTF-8 text; {EACH_LINE}")
+                    if text_field is not None:
+                        row = parse_json(text, where=where, error=DataError, remedy=EACH_LINE)
+                        text = _field(row, where, text_field)
+                    yield Document(name=f"{name}:{number}", text=text)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
@@ -104,7 +133,8 @@ def _text(path: Path) -> str:
         what = f"a NUL byte at offset {data.index(0)}" if b"\0" in data else "invalid UTF-8"
         raise DataError(
             f"{path}: not a text file ({what}); every file must be UTF-8 text: "
-            "remove it, convert it, or name the text files by a glob such as 'DIR/**/*.txt'"
+            "remove it, convert it, or name the text files by a glob such as 'DIR/**/*.txt'; "
+            "jaxinfra doctor data SOURCE lists all of them"
         )
     return text
 
@@ -226,15 +256,12 @@ def _require_columns(path: Path, found: Sequence[str], columns: list[str] | None
         raise DataError(f"{path}: two columns are called {twice[0]!r}; rename or drop one of them")
     for name in columns or ():
         if name not in found:
-            raise DataError(
-                f"{path}: no column {name!r} among {sorted(found)}; set text_field to the one "
-                "that holds the text"
-            )
+            raise DataError(f"{path}: no column {name!r} among {sorted(found)}; {_NAME_FIELD}")
 
 
 def _field(row: Mapping[str, object], where: str, text_field: str) -> str:
     if text_field not in row:
-        hint = "set text_field to the one that holds the text"
+        hint = _NAME_FIELD
         if _OF_ANSWERS & row.keys():
             hint += ", or read rows of messages with --chat, of a prompt and its completion with "
             hint += "data.format=completions, of good and bad answers with --preferences"

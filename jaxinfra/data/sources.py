@@ -41,11 +41,14 @@ class Source:
             found.append((name, stat.st_size, stat.st_mtime_ns))
         return found
 
-    def documents(self, *, text_field: str | None) -> Iterator[Document]:
+    def documents(
+        self, *, text_field: str | None, refused: list[str] | None = None
+    ) -> Iterator[Document]:
         """Reads the documents of all files in a fixed order; empty ones are left out.
 
         Args:
             text_field: field of a row that holds its text; None: each document is a row as JSON.
+            refused: takes the messages of what cannot be read, as in ``read_documents``.
         """
         if self.spec == STDLIB and text_field is not None:
             found = self._stdlib_documents()
@@ -53,7 +56,9 @@ class Source:
             found = (
                 document
                 for name in self.names
-                for document in read_documents(self.root / name, name=name, text_field=text_field)
+                for document in read_documents(
+                    self.root / name, name=name, text_field=text_field, refused=refused
+                )
             )
         return (document for document in found if document.text)
 

@@ -279,12 +279,19 @@ class RunEvaluation:
 
 
 def evaluate_run(
-    directory: Path, *, mesh: MeshConfig, cache_dir: Path, source: str | None, step: int | None
+    directory: Path,
+    *,
+    mesh: MeshConfig,
+    cache_dir: Path,
+    source: str | None,
+    text_field: str | None,
+    step: int | None,
 ) -> RunEvaluation:
     """Evaluates a checkpoint over every held-out token, once.
 
     Args:
         source: a text to evaluate on as a whole, in place of the run's own held-out documents.
+        text_field: field of the source's rows that holds the text; None: the run's.
         step: step of the checkpoint; None: the newest good one.
     """
     run = RunDirectory(directory)
@@ -296,7 +303,13 @@ def evaluate_run(
     if source is not None:
         # As both sides: the run's own training text, which may be gone, is not needed.
         data = dataclasses.replace(
-            data, source=source, heldout_source=source, mixture=(), validation=(), best_by=None
+            data,
+            source=source,
+            heldout_source=source,
+            text_field=text_field or data.text_field,
+            mixture=(),
+            validation=(),
+            best_by=None,
         )
     config = dataclasses.replace(as_it_is, mesh=mesh, data=data)
     job = with_frozen(make_job(config))
@@ -339,7 +352,12 @@ _TOKENS_A_SHARD = 4096  # of a batch, on each data shard
 
 
 def evaluate_pretrained(
-    directory: Path, *, mesh: MeshConfig, cache_dir: Path, source: str | None
+    directory: Path,
+    *,
+    mesh: MeshConfig,
+    cache_dir: Path,
+    source: str | None,
+    text_field: str | None,
 ) -> RunEvaluation:
     """Evaluates a model directory over every token of a text, once.
 
@@ -347,13 +365,15 @@ def evaluate_pretrained(
 
     Args:
         source: a text, all of it; None: the held-out part of the standard library's source.
+        text_field: field of the source's rows that holds the text; None: ``text``.
     """
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"{directory} has no tokenizer.json; text needs one to become tokens")
     keep_compiled_programs(cache_dir)
     data = DataConfig()
     if source is not None:
-        data = dataclasses.replace(data, source=source, heldout_source=source)
+        field = text_field or data.text_field
+        data = dataclasses.replace(data, source=source, heldout_source=source, text_field=field)
     placement = Placement(mesh=make_mesh(mesh, devices=jax.local_devices()))
     model = load_pretrained(directory, placement=placement, keep_packed=True)
     model.definition.config.require_logits()

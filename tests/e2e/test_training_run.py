@@ -232,8 +232,10 @@ def test_evaluate_another_checkpoint_as_a_table(bench, whole):
 
 def test_evaluate_on_another_text(bench, whole, tmp_path):
     text = make_text(tmp_path / "other", num_documents=3, seed=5)
-    arguments = ["evaluate", whole, "--cache", bench.cache, "--json", "--data", text]
-    got = json.loads(bench.run(arguments).stdout)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps({'body': p.read_text()})}\n" for p in text.iterdir()))
+    arguments = ["evaluate", whole, "--cache", bench.cache, "--json", "--data", rows]
+    got = json.loads(bench.run([*arguments, "--text-field", "body"]).stdout)
     assert got["bytes"] == sum(path.stat().st_size for path in text.iterdir()), "all of it"
     own = json.loads((whole / "summary.json").read_text())
     assert got["heldout_loss"] != own["heldout_loss"]

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from jaxinfra.cli.main import main
 from jaxinfra.data.sources import scan
 from jaxinfra.errors import DataError
 
@@ -205,3 +206,20 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", forbid)
     with pytest.raises(DataError, match=r"inner: Permission denied; its text would be missing"):
         scan(str(tmp_path))
+
+
+def test_doctor_names_everything_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "good.txt").write_text("a text\n")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    rows = ['{"body": "a row"}', '{"body": "cut', '{"text": "no body"}', '{"body": "more"}']
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    write_parquet(tmp_path / "table.parquet", body=["x", None])
+    assert main(["doctor", "data", str(tmp_path), "--text-field", "body"]) == 1
+    printed = capsys.readouterr()
+    first, cut, without, null = printed.err.splitlines()
+    assert "latin.txt: not a text file" in first
+    assert "rows.jsonl:2: not JSON" in cut
+    assert "rows.jsonl:3: no field 'body'" in without
+    assert "table.parquet: row 2" in null
+    assert "refused files and rows: 4" in printed.out
+    assert "of 4 documents" in printed.out
