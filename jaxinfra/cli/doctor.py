@@ -3,7 +3,7 @@
 jaxinfra doctor                     GPUs, links, host, software and settings of this machine
 jaxinfra doctor --record FILE       the same, and save the driver's answers to a file
 jaxinfra doctor --answers FILE      examine such a recording
-jaxinfra doctor data SOURCE         what a run cannot read of a source or run's data, and what is odd
+jaxinfra doctor data SOURCE         what a run cannot read of a source or a run, and what is odd
 jaxinfra doctor checkpoint RUN      compare every checkpoint file with its SHA-256
 jaxinfra doctor recorder RUN        the last events of every rank, and where it hung
 """
