@@ -4,9 +4,13 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
+from jaxinfra.hf.mamba import (
+    hybrid_mixer_keys,
+    read_hybrid_mixer,
+    smallest_mixer,
+    state_space,
+)
 from jaxinfra.hf.rope import in_rope_parameters
 from jaxinfra.hf.shared import as_attending, decoder_config, decoder_keys, dense_block, with_mixers
 from jaxinfra.hf.weights import ATTENDS, LLAMA, Family, gated, norm, outside
@@ -40,7 +44,7 @@ def read_bamba(keys: Keys) -> ModelConfig:
 
 def write_bamba(config: ModelConfig) -> dict[str, Any]:
     """Writes Bamba; inverse of ``read_bamba``."""
-    alike, mixer = as_attending(config, StateSpaceConfig)
+    alike, mixer = as_attending(config, smallest_mixer(config))
     attention, mlp = dense_block(alike)
     mixers = [block.mixer for block in config.layers]
     fraction = 1.0 if attention.rope is None else attention.rope.fraction

@@ -13,7 +13,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.bamba import FEED_FORWARD, NORMS, OUTER
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
-from jaxinfra.hf.shared import as_attending, decoder_config, decoder_keys, dense_block, with_mixers
+from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, with_mixers
 from jaxinfra.hf.weights import LLAMA, OUT, QKV, Family, Rule
 
 
@@ -84,9 +84,9 @@ def _scales(keys: Keys, name: str, count: int) -> tuple[float, ...]:
 
 def write_falcon_h1(config: ModelConfig) -> dict[str, Any]:
     """Writes Falcon-H1; inverse of ``read_falcon_h1``."""
-    if any(not isinstance(b.mixer, AttentionBesideStateConfig) for b in config.blocks):
+    mixer = config.blocks[0].mixer
+    if not isinstance(mixer, AttentionBesideStateConfig):
         raise ConfigError("attention beside a state space in every layer is what this writes")
-    _, mixer = as_attending(config, AttentionBesideStateConfig)
     alike = with_mixers(config, [mixer.attention] * config.num_layers)
     attention, mlp = dense_block(alike)
     ssm, width = mixer.state_space, config.model_dim

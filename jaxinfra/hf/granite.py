@@ -4,9 +4,13 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.config.model import ExpertsConfig, ModelConfig
-from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
+from jaxinfra.hf.mamba import (
+    hybrid_mixer_keys,
+    read_hybrid_mixer,
+    smallest_mixer,
+    state_space,
+)
 from jaxinfra.hf.shared import (
     FULL,
     LINEAR,
@@ -105,7 +109,7 @@ def write_granitemoeshared(config: ModelConfig) -> dict[str, Any]:
 
 def write_granitemoehybrid(config: ModelConfig) -> dict[str, Any]:
     """Writes Granite 4; inverse of ``read_granitemoehybrid``."""
-    alike, mixer = as_attending(config, StateSpaceConfig)
+    alike, mixer = as_attending(config, smallest_mixer(config))
     attention = alike.blocks[0].mixer
     if isinstance(alike.blocks[0].feed_forward, ExpertsConfig):
         keys = write_granitemoeshared(alike)

@@ -135,7 +135,8 @@ def _own(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_attending(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
-    alike, mixer = as_attending(config, ShortConvolutionConfig)
+    absent = ShortConvolutionConfig(num_heads=1, head_dim=config.model_dim)
+    alike, mixer = as_attending(config, absent)
     is_conv = [isinstance(block.mixer, ShortConvolutionConfig) for block in config.layers]
     if all(is_conv):  # its heads are then only the convolutions'
         heads = GroupedAttentionConfig(

@@ -200,6 +200,9 @@ def read_exaone4(keys: Keys) -> ModelConfig:
 def write_exaone4(config: ModelConfig) -> dict[str, Any]:
     """Writes EXAONE 4; inverse of ``read_exaone4``."""
     windows = window_keys(config)
+    if any(block.mixer.window is None and block.mixer.rope is None for block in config.blocks):
+        # A window, even of no layer, says that layers without one are not rotated.
+        windows["sliding_window"] = windows["sliding_window"] or config.max_positions
     return decoder_keys(config) | {
         name: windows[name] for name in ("sliding_window", "layer_types")
     }

@@ -125,6 +125,14 @@ def read_hybrid_mixer(keys: Keys, *, width: int, **fields: Any) -> StateSpaceCon
     )
 
 
+def smallest_mixer(config: ModelConfig) -> StateSpaceConfig:
+    """Returns a mixer for the keys of a model of such a family whose layers all attend."""
+    width = 2 * config.model_dim
+    return StateSpaceConfig(
+        num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=width, norm_heads=1
+    )
+
+
 def hybrid_mixer_keys(mixer: StateSpaceConfig, width: int) -> dict[str, Any]:
     """Writes the keys that ``read_hybrid_mixer`` reads, for a model of this width."""
     inner = mixer.value_width

@@ -164,7 +164,8 @@ def write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
 
 def _as_attending(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     """Returns the model as if all of its layers attended, and the keys that say which do not."""
-    alike, mixer = as_attending(config, GatedDeltaConfig)
+    absent = GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1)
+    alike, mixer = as_attending(config, absent)
     attention, is_linear = (
         alike.blocks[0].mixer,
         [isinstance(block.mixer, GatedDeltaConfig) for block in config.layers],

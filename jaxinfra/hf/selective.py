@@ -146,7 +146,8 @@ def _each(keys: Keys, name: str, layers: range, *, period: int, offset: int) -> 
 
 def write_jamba(config: ModelConfig) -> dict[str, Any]:
     """Writes Jamba; inverse of ``read_jamba``."""
-    alike, mixer = as_attending(config, SelectiveScanConfig)
+    absent = SelectiveScanConfig(num_channels=config.model_dim, state_dim=1, rank=1)
+    alike, mixer = as_attending(config, absent)
     has = routes(alike)
     sparse = layers_of(alike)[1] if any(has) else None
     keys = decoder_keys(alike, mlp=None if sparse is None else as_wide(sparse))

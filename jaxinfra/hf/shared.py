@@ -252,20 +252,19 @@ def with_mixers(config: ModelConfig, mixers: Sequence[MixerConfig | None]) -> Mo
     return dataclasses.replace(config, stacks=in_runs(blocks))
 
 
-def as_attending[M](config: ModelConfig, kind: type[M]) -> tuple[ModelConfig, M]:
+def as_attending[M](config: ModelConfig, absent: M) -> tuple[ModelConfig, M]:
     """Returns the model as if all of its layers attended, and its first mixer of another kind.
 
-    Raises:
-        ConfigError: a model without mixers of this kind.
+    Args:
+        absent: a mixer of that kind, for the keys of a model that has none.
     """
-    others = [block.mixer for block in config.layers if isinstance(block.mixer, kind)]
-    if not others:
-        raise ConfigError(f"a model without a {kind.__name__}, which this architecture has")
+    mixers = (block.mixer for block in config.layers)
+    other = next((each for each in mixers if isinstance(each, type(absent))), absent)
     attention = next(
         (b.mixer for b in config.layers if isinstance(b.mixer, GroupedAttentionConfig)),
         GroupedAttentionConfig(num_q_heads=1, num_kv_heads=1, head_dim=config.model_dim, rope=None),
     )
-    return with_mixers(config, [attention] * config.num_layers), others[0]
+    return with_mixers(config, [attention] * config.num_layers), other
 
 
 def state_types(keys: Keys, default: Sequence[str], *, state: str = LINEAR) -> tuple[str, ...]:

@@ -277,6 +277,30 @@ def test_another_part_of_a_head_than_by_default_is_written(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("bamba", {"attn_layer_indices": [*range(9)]}),
+        ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}),
+        ("granite_hybrid", {"layer_types": ["attention"] * 4}),
+        ("lfm2", {"layer_types": ["full_attention"] * 4}),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3}),
+    ],
+)
+def test_a_hybrid_whose_layers_all_attend_is_written(name, keys):
+    values = described(name)["config"] | keys
+    config = from_hf_config(values)
+    assert not any(block.mixer.cache.state for block in config.layers)
+    assert from_hf_config(to_hf_config(config, model_type=values["model_type"])) == config
+
+
+def test_a_model_whose_layers_are_not_rotated_is_written():
+    values = described("exaone4")["config"] | {"layer_types": ["full_attention"] * 4}
+    config = from_hf_config(values)
+    assert all(block.mixer.rope is None for block in config.layers)
+    assert from_hf_config(to_hf_config(config, model_type="exaone4")) == config
+
+
+@pytest.mark.parametrize(
     ("name", "key", "value", "said"),
     [
         ("cohere", "use_parallel_block", False, "side by side"),
