@@ -99,6 +99,11 @@ def read_ropes_by_type(
                 f"rope_parameters {name}: partial_rotary_factor={found[name].fraction}: this "
                 "architecture rotates whole heads"
             )
+        if isinstance(scaling := found[name].scaling, YarnScaling) and not scaling.truncate:
+            raise ConfigError(
+                f"rope_parameters {name}: truncate=false: the reference has no notice of it in an "
+                "entry of one type of layer, and others may; remove it, or write true"
+            )
     nested.finish(neutral=())
     return found
 

@@ -261,10 +261,14 @@ def test_keys_without_one_default_are_required(name, key):
         from_hf_config(values)
 
 
-def test_part_of_a_head_that_turns_in_one_type_of_layer_is_refused():
+def test_settings_of_one_type_of_layer_that_are_not_read_are_refused():
     values = json.loads(json.dumps(described("gemma3")["config"]))
     values["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = 0.5
     with pytest.raises(ConfigError, match=r"sliding_attention: partial_rotary_factor=0\.5"):
+        from_hf_config(values)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "truncate": False}
+    values["rope_parameters"]["sliding_attention"] = yarn
+    with pytest.raises(ConfigError, match="sliding_attention: truncate=false"):
         from_hf_config(values)
 
 
