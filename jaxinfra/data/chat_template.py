@@ -284,15 +284,30 @@ class _Named(TypedDict):
     template: str
 
 
+TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": TOOL_USE_TEMPLATE}
+"""Files of a directory's templates, by the templates' names."""
+
+
 def load_chat_template(path: Path) -> ChatTemplate:
     """Loads a model directory's chat template, and the template named ``tool_use``, for tools.
-
-    Separate template files take precedence over ``tokenizer_config.json``.
 
     Raises:
         ConfigError: the directory has no chat template.
     """
-    files = {"default": path / "chat_template.jinja", "tool_use": path / TOOL_USE_TEMPLATE}
+    found = read_templates(path)
+    default = found.get("default", _NO_TOOLS)
+    return ChatTemplate(default, variables=named_tokens(path), with_tools=found.get("tool_use"))
+
+
+def read_templates(path: Path) -> dict[str, str]:
+    """Reads a model directory's chat templates, by name.
+
+    Separate template files take precedence over ``tokenizer_config.json``.
+
+    Raises:
+        ConfigError: the directory has none of those that are used.
+    """
+    files = {name: path / file for name, file in TEMPLATE_FILES.items()}
     found = {name: _text(file) for name, file in files.items() if file.exists()}
     if not found:
         given = read_settings(path).get("chat_template") or []
@@ -300,15 +315,14 @@ def load_chat_template(path: Path) -> ChatTemplate:
         require_type(given, kinds, where=f"{path}, chat_template", error=ConfigError)
         named = [{"name": "default", "template": given}] if isinstance(given, str) else given
         found = {each["name"]: each["template"] for each in named}
-    tools = found.get("tool_use")
-    if tools is None and "default" not in found:
+    if not found.keys() & TEMPLATE_FILES.keys():
         names = f" by the name of 'default' (but {', '.join(found)})" if found else ""
         raise ConfigError(
             f"{path} ships no chat template{names}; it may be a base model: continue plain text "
-            "instead (jaxinfra chat --plain, or generate without --chat)"
+            "instead (jaxinfra chat --plain, or generate and train without --chat), or train it "
+            "on another directory's template (--set data.chat_template=DIR)"
         )
-    default = found.get("default", _NO_TOOLS)
-    return ChatTemplate(default, variables=named_tokens(path), with_tools=tools)
+    return found
 
 
 def _up_to_content(text: str, message: Message) -> str:

@@ -21,6 +21,7 @@ from jaxinfra.config import codec
 from jaxinfra.config.finetune import InitConfig
 from jaxinfra.config.kinds import Head
 from jaxinfra.config.run import RunConfig
+from jaxinfra.data.chat_template import TEMPLATE_FILES, read_templates
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, JaxinfraError
 from jaxinfra.model.definition import Parameters, define_model, merged, without
@@ -85,12 +86,24 @@ _HEAD = "unembedding"
 
 
 def kept_from_start(config: RunConfig) -> dict[str, bytes]:
-    """Returns the files that a new run copies from its start model and its chat template."""
-    files: dict[str, bytes] = {}
-    if config.data.chat_template is not None:
-        files |= kept_files(Path(config.data.chat_template).expanduser())
-    if config.init is not None:
-        files |= kept_files(Path(config.init.path))
+    """Returns the files that a new run copies from its start model and its chat template.
+
+    Raises:
+        ConfigError: the directory of the chat template has none.
+    """
+    model = None if config.init is None else Path(config.init.path)
+    files = {} if model is None else kept_files(model)
+    if config.data.chat_template is None:
+        return files
+    directory = Path(config.data.chat_template).expanduser()
+    templates = read_templates(directory)
+    if model is None:
+        return kept_files(directory)
+    if directory != model:
+        for name, file in TEMPLATE_FILES.items():
+            files.pop(file, None)  # the model's own, which would be rendered in its place
+            if name in templates:
+                files[file] = templates[name].encode()
     return files
 
 

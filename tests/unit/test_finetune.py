@@ -25,7 +25,7 @@ from jaxinfra.model.definition import ModelDefinition
 from jaxinfra.serving.adapter_bank import load_bank
 from jaxinfra.serving.load import load as load_trained
 from jaxinfra.training.job import make_job
-from jaxinfra.training.start import first_state
+from jaxinfra.training.start import first_state, kept_from_start
 
 IDS = np.arange(40, dtype=np.int32)[None]
 SIZES = ("--batch-size", "4", "--sequence-length", "64", "--set", "optimizer.warmup_steps=0")
@@ -281,3 +281,17 @@ def test_what_does_not_go_together(message, full, lora, place, capsys):
     assert main(["train", *options, *run]) == 1
     assert message in capsys.readouterr().err
     assert not (place / "never").exists()
+
+
+def test_another_directorys_chat_template_takes_the_place_of_the_models(place, tmp_path):
+    config = jaxinfra.start_from(str(place / "hf"), chat=True)
+    assert "chat_template.jinja" in kept_from_start(config)
+    other = "{{ messages[0].content }}"
+    template = {"chat_template": other}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(template))
+    kept = kept_from_start(jaxinfra.override(config, [f"data.chat_template={tmp_path}"]))
+    assert kept["chat_template.jinja"].decode() == other
+    assert kept.keys() == kept_from_start(config).keys(), "the rest is the model's"
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"{tmp_path} ships no chat template"):
+        kept_from_start(jaxinfra.override(config, [f"data.chat_template={tmp_path}"]))
