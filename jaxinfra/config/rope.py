@@ -21,6 +21,18 @@ class NtkScaling:
 
 
 @record
+class DynamicScaling:
+    """NTK-aware scaling by as much as a sequence is longer than ``original_max_positions``.
+
+    The base is multiplied by (factor * L/P - (factor - 1))^(d/(d-2)) for a sequence of L tokens and
+    P positions, L > P. Up to P it is as trained, which is as far as an engine generates.
+    """
+
+    factor: float  # growth of the base with the length beyond the original context
+    original_max_positions: int  # of pretraining
+
+
+@record
 class Llama3Scaling:
     """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a linear ramp between."""
 
@@ -56,7 +68,9 @@ class LongRopeScaling:
     attention_factor: float  # multiplies cos and sin
 
 
-type RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+type RopeScaling = (
+    LinearScaling | NtkScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+)
 
 
 class RopePairs(enum.StrEnum):
@@ -99,6 +113,11 @@ def check_rope(rope: RopeConfig, *, head_dim: int) -> None:
     if not 0.0 < rope.turning <= 1.0:
         raise ConfigError(f"rope turning={rope.turning} must be above 0, and at most 1")
     scaling = rope.scaling
+    if isinstance(scaling, NtkScaling | DynamicScaling) and rotary_dim == 2:
+        raise ConfigError(
+            f"{type(scaling).__name__} with rotary embedding of 2 elements: the base is stretched "
+            "by factor^(d/(d-2)), so heads need more of them"
+        )
     if isinstance(scaling, LongRopeScaling):
         for name in ("short_factors", "long_factors"):
             count = len(getattr(scaling, name))

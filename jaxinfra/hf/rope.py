@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfra.config.rope import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -152,14 +153,16 @@ def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScali
     if name in _LONGROPE_NAMES:
         return _read_longrope(rope, max_positions=max_positions, original=original)
     if name == "dynamic":
-        raise ConfigError(
-            "rope type 'dynamic' is not supported: its frequencies change with a sequence's "
-            f"length beyond max_position_embeddings={max_positions}, and so keys that are cached; "
-            "up to that length it is the type 'default': write that, or 'yarn' for longer contexts"
-        )
+        if original != max_positions:
+            raise ConfigError(
+                f"rope type 'dynamic' with original_max_position_embeddings={original}: the "
+                f"reference begins beyond max_position_embeddings={max_positions}; remove it"
+            )
+        return DynamicScaling(factor=rope.number("factor"), original_max_positions=original)
     raise ConfigError(
         f"rope type {name!r} is not supported; "
-        f"known: default, linear, llama3, yarn, {_PROPORTIONAL}, {', '.join(_LONGROPE_NAMES)}"
+        f"known: default, linear, dynamic, llama3, yarn, {_PROPORTIONAL}, "
+        f"{', '.join(_LONGROPE_NAMES)}"
     )
 
 
@@ -244,6 +247,8 @@ def _write_scaling(rope: RopeConfig) -> dict[str, Any] | None:
             return None
         case LinearScaling(factor=factor):
             return {"rope_type": "linear", "factor": factor}
+        case DynamicScaling(factor=factor):
+            return {"rope_type": "dynamic", "factor": factor}
         case Llama3Scaling():
             return {
                 "rope_type": "llama3",
@@ -273,5 +278,5 @@ def _write_scaling(rope: RopeConfig) -> dict[str, Any] | None:
         case _:
             raise ConfigError(
                 f"{type(scaling).__name__} has no counterpart in Hugging Face configs: "
-                "NTK-aware scaling there depends on the sequence's length"
+                "NTK-aware scaling there depends on the sequence's length (DynamicScaling)"
             )

@@ -209,7 +209,7 @@ class Decoder(nnx.Module):
             positions, segment_ids: as in ``hidden``. With a cache, a row's positions continue after
                 its cached tokens, from 0 in an empty cache. Positions below 0 are padding, to the
                 right of the row's tokens.
-            contexts: each row's final length, by which LongRoPE chooses; None: after these tokens.
+            contexts: each row's final length, which some rotations depend on; None: after these.
             behind: parameters used after the layers, returned unchanged; part of the layers' order.
         """
         if positions is None:

@@ -13,7 +13,7 @@ from jaxinfra.config.model import (
     MlpConfig,
     ModelConfig,
 )
-from jaxinfra.config.rope import LongRopeScaling
+from jaxinfra.config.rope import DynamicScaling, LongRopeScaling
 from jaxinfra.config.routing import Scoring
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.execution import Execution
@@ -57,8 +57,9 @@ def _reasons(block: BlockConfig) -> Iterator[str]:
         yield f"feed_forward {type(feed).__name__}, whose sums are your own"
     if block.norm.function is not None:
         yield f"norm function={block.norm.function!r}, whose sums are your own"
-    if mixer.rope is not None and isinstance(mixer.rope.scaling, LongRopeScaling):
-        yield "LongRoPE, whose angles depend on how long a text will be"
+    scaling = None if mixer.rope is None else mixer.rope.scaling
+    if isinstance(scaling, LongRopeScaling | DynamicScaling):
+        yield f"{type(scaling).__name__}, whose angles depend on how long a text will be"
     if block.stream_scale:
         yield "stream_scale"
     if isinstance(mixer, LatentAttentionConfig):

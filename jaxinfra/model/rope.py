@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxinfra.config.rope import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -41,7 +42,7 @@ def rope_frequencies(
     plain = config.theta**-exponents
     plain[int(config.turning * rotary_dim // 2) :] = 0.0
     match config.scaling:
-        case None:
+        case None | DynamicScaling():  # within the original context
             return plain, 1.0
         case LinearScaling(factor=factor):
             return plain / factor, 1.0
@@ -98,8 +99,8 @@ def rope_table(
     """Computes RoPE's cos and sin at these positions, for all layers with this config.
 
     Args:
-        contexts_B: length of each row in tokens, by which LongRoPE chooses the row's factors; by
-            default the row's largest position plus 1.
+        contexts_B: length of each row in tokens, by which LongRoPE and dynamic scaling choose the
+            row's frequencies; by default the row's largest position plus 1.
         is_exact: whether an angle has the same bits in every program.
     """
     if is_exact:
@@ -108,20 +109,35 @@ def rope_table(
     frequencies, factor = rope_frequencies(config, head_dim=head_dim)
     frequencies_R = jnp.asarray(frequencies, dtype=np.float32)
     frequencies_BTR = frequencies_R[None, None, :]
-    if isinstance(config.scaling, LongRopeScaling):
-        long, _ = rope_frequencies(config, head_dim=head_dim, long=True)
+    if isinstance(config.scaling, LongRopeScaling | DynamicScaling):
         if contexts_B is None:
             contexts_B = jnp.max(positions_BT, axis=1) + 1
-        is_long_B = contexts_B > config.scaling.original_max_positions
-        frequencies_BTR = jnp.where(
-            is_long_B[:, None, None],
-            jnp.asarray(long, dtype=np.float32)[None, None, :],
-            frequencies_BTR,
-        )
+        frequencies_BTR = _by_context(config, head_dim, frequencies_BTR, contexts_B)
     angles_BTR = positions_BT.astype(frequencies_R.dtype)[..., None] * frequencies_BTR
     if is_exact:
         angles_BTR = pinned(angles_BTR)
     return factor * jnp.cos(angles_BTR), factor * jnp.sin(angles_BTR)
+
+
+def _by_context(
+    config: RopeConfig, head_dim: int, plain_BTR: jax.Array, contexts_B: jax.Array
+) -> jax.Array:
+    """Returns each row's frequencies, which depend on its length."""
+    contexts_BTR = contexts_B[:, None, None]
+    if isinstance(config.scaling, DynamicScaling):
+        original, factor = config.scaling.original_max_positions, config.scaling.factor
+        longer_BTR = jnp.maximum(contexts_BTR, original).astype(plain_BTR.dtype) / original
+        stretch_BTR = factor * longer_BTR - (factor - 1.0)
+        rotary_dim = config.rotary_dim(head_dim)
+        exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / (rotary_dim - 2)
+        return plain_BTR * stretch_BTR ** -jnp.asarray(exponents)[None, None, :]
+    assert isinstance(config.scaling, LongRopeScaling), "rope_table"
+    long, _ = rope_frequencies(config, head_dim=head_dim, long=True)
+    return jnp.where(
+        contexts_BTR > config.scaling.original_max_positions,
+        jnp.asarray(long, dtype=np.float32)[None, None, :],
+        plain_BTR,
+    )
 
 
 def apply_rope(

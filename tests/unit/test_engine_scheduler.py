@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxinfra.config.presets.models import tiny
+from jaxinfra.config.rope import DynamicScaling, RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.engine import NgramLookup
 from jaxinfra.serving.engine.options import options_on
@@ -480,3 +481,15 @@ def test_requests_go_on_from_where_others_left_their_prefix():
     scheduler.add(stream)
     scheduler.plan()
     assert stream.num_cached == 20
+
+
+def test_dynamic_rotation_is_served_as_far_as_keys_stay():
+    def rotated(block):
+        rope = RopeConfig(scaling=DynamicScaling(factor=2.0, original_max_positions=64))
+        return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=rope))
+
+    config = tiny().with_blocks(rotated)
+    options = dataclasses.replace(options_on("cpu"), max_context=64)
+    assert options.limits(config).max_positions == 64
+    with pytest.raises(ConfigError, match="set max_context=64"):
+        dataclasses.replace(options, max_context=65).limits(config)

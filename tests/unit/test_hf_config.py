@@ -91,7 +91,10 @@ def test_contradicting_rope_keys_are_refused():
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported.*up to that length"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+            "original_max_position_embeddings=8: the reference begins beyond",
+        ),
         (
             {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
             "original_max_position_embeddings=0 must be at least 1",

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
+from jaxinfra.config.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    RopeConfig,
+    YarnScaling,
+    check_rope,
+)
+from jaxinfra.errors import ConfigError
 from jaxinfra.model.rope import apply_rope, rope_frequencies, rope_table
 
 EPSILON = float(np.finfo(np.float32).eps)
@@ -147,6 +156,30 @@ def test_what_each_scaling_is_for():
             assert ratio[0] == pytest.approx(1.0)
             assert ratio[-1] == pytest.approx(scaling.factor)
             assert np.all(np.diff(ratio) >= -1e-12)
+
+
+def test_dynamic_scaling_stretches_the_base_by_the_length():
+    """As NTK-aware scaling does for a context of each row's length, and not within the first."""
+    dynamic = RopeConfig(scaling=DynamicScaling(factor=2.0, original_max_positions=16))
+    positions = jnp.arange(48).reshape(2, 24)  # of rows that are 24 and 48 tokens long
+    contexts = jnp.array([16, 48])
+    for given, lengths in ((contexts, (16, 48)), (None, (24, 48))):
+        found = rope_table(dynamic, head_dim=8, positions_BT=positions, contexts_B=given)
+        for row, length in enumerate(lengths):
+            factor = 2.0 * length / 16 - 1.0
+            scaling = NtkScaling(factor=factor) if factor > 1.0 else None
+            wanted = rope_table(
+                RopeConfig(scaling=scaling), head_dim=8, positions_BT=positions[row : row + 1]
+            )
+            for got, want in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(got[row : row + 1], want, atol=2e-5)
+
+
+def test_dynamic_scaling_asks_for_two_pairs():
+    with pytest.raises(ConfigError, match="2 elements"):
+        check_rope(
+            RopeConfig(scaling=DynamicScaling(factor=2.0, original_max_positions=16)), head_dim=2
+        )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.rope import LongRopeScaling
+from jaxinfra.config.rope import DynamicScaling, LongRopeScaling
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.plan import SchedulerLimits
 
@@ -75,6 +75,7 @@ class EngineOptions:
         """
         max_running = -(-self.max_running // batch_shards) * batch_shards
         positions = min(config.max_positions, self.max_context or config.max_positions)
+        _require_lasting_keys(config, positions)
         pages = -(-positions // self.page_size)
         sizes = self._row_sizes(max_running, batch_shards)
         has_states = any(block.mixer.cache.state for block in config.blocks)
@@ -157,6 +158,18 @@ def original_context(config: ModelConfig) -> int | None:
             "computes a row's keys again where it crosses one; give all blocks the same"
         )
     return found.pop() if found else None
+
+
+def _require_lasting_keys(config: ModelConfig, positions: int) -> None:
+    """Refuses contexts in which a further token changes all keys, which the cache has."""
+    for block in config.blocks:
+        scaling = block.mixer.rope and block.mixer.rope.scaling
+        if isinstance(scaling, DynamicScaling) and scaling.original_max_positions < positions:
+            raise ConfigError(
+                f"a context of {positions} tokens with dynamic rope scaling beyond "
+                f"{scaling.original_max_positions}: each further token changes all keys, which are "
+                f"cached here; set max_context={scaling.original_max_positions}, or take YaRN"
+            )
 
 
 def options_on(platform: str) -> EngineOptions:
