@@ -123,18 +123,8 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
             f"{where}: {_listed(missing)} missing; the config asks for them: "
             "copy all files again, or correct the config"
         )
-    known = set(names.values())
     root = weights.root if bare else ""
-    extra = [
-        name
-        for name in files.tensors
-        if name not in known
-        and 0 not in files.tensors[name].shape
-        and not (weights.ignored is not None and weights.ignored.fullmatch(root + name))
-        and weights.extra_layer(root + name) is None
-        and not _is_zero_bias(files, name, known)
-    ]
-    if extra:
+    if extra := _unknown(files, weights, known=set(names.values()), root=root):
         raise CheckpointError(
             f"{where}: {_listed(sorted(extra))} not part of the model that the config describes; "
             "correct the config, or remove them"
@@ -164,6 +154,22 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
             ", ".join(map(str, left_out)),
         )
     return MappedParameters(files=files, weights=weights, names=names)
+
+
+def _unknown(
+    files: TensorReader, weights: WeightMap, *, known: Collection[str], root: str
+) -> list[str]:
+    """Returns names of tensors that no parameter is read from, and that mean something."""
+    ignored = weights.ignored
+    return [
+        name
+        for name in files.tensors
+        if name not in known
+        and 0 not in files.tensors[name].shape
+        and not (ignored is not None and ignored.fullmatch(root + name))
+        and weights.extra_layer(root + name) is None
+        and not _is_zero_bias(files, name, known)
+    ]
 
 
 def _listed(names: list[str]) -> str:

@@ -312,13 +312,12 @@ def read_ministral3(keys: Keys) -> ModelConfig:
     keys.require("num_key_value_heads", "head_dim")
     _require_rope(keys)
     known = ("llama_4_scaling_beta", "max_position_embeddings")
-    values = keys.mapping("rope_parameters") or {}
-    scaling = None
-    if values.get("llama_4_scaling_beta") is not None:
-        rope = Keys(values, what="rope_parameters")
+    values = keys.mapping("rope_scaling") or keys.mapping("rope_parameters") or {}
+    rope, scaling = Keys(values, what="rope_parameters"), None
+    if (rate := rope.number("llama_4_scaling_beta", 0.0)) != 0.0:
+        every = keys.integer("original_max_position_embeddings", None)
         scaling = QueryScaling(
-            rate=rope.number("llama_4_scaling_beta"),
-            every=rope.integer("original_max_position_embeddings"),
+            rate=rate, every=every or rope.integer("original_max_position_embeddings")
         )
     return decoder_config(
         keys,
@@ -332,11 +331,12 @@ def write_ministral3(config: ModelConfig) -> dict[str, Any]:
     """Writes Ministral 3; inverse of ``read_ministral3``."""
     attention, _ = dense_block(config)
     keys = in_rope_parameters(decoder_keys(config))
-    if attention.query_scaling is not None:
-        keys["rope_parameters"] |= {
-            "llama_4_scaling_beta": attention.query_scaling.rate,
-            "original_max_position_embeddings": attention.query_scaling.every,
-        }
+    rope, scaling = keys["rope_parameters"], attention.query_scaling
+    if scaling is None:  # the reference asks for both numbers
+        every = rope.get("original_max_position_embeddings", config.max_positions)
+        scaling = QueryScaling(rate=0.0, every=every)
+    rope["llama_4_scaling_beta"] = scaling.rate
+    rope["original_max_position_embeddings"] = scaling.every
     return keys | {"sliding_window": attention.window}
 
 

@@ -195,6 +195,11 @@ OLDER = {
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "olmo3": {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}},
     "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10_000},
+    "ministral3_odd": {"rope_theta": 10_000.0}
+    | {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 2.0}
+        | {"llama_4_scaling_beta": 0.7, "original_max_position_embeddings": 5}
+    },
     "stablelm": {"partial_rotary_factor": 0.25, "rope_theta": 10_000},
     "minimax_m2": {"rotary_dim": 4, "rope_theta": 5e6, "use_qk_norm": True},
     "nemotron_h": {"layers_block_type": None, "hybrid_override_pattern": "MEM-*E"},
@@ -295,6 +300,16 @@ def test_a_hybrid_whose_layers_all_attend_is_written(name, keys):
     config = from_hf_config(values)
     assert not any(block.mixer.cache.state for block in config.layers)
     assert from_hf_config(to_hf_config(config, model_type=values["model_type"])) == config
+
+
+def test_a_ministral_whose_queries_do_not_grow_is_written():
+    values = json.loads(json.dumps(described("ministral3")["config"]))
+    values["rope_parameters"]["llama_4_scaling_beta"] = 0.0
+    config = from_hf_config(values)
+    written = to_hf_config(config, model_type="ministral3")
+    assert written["rope_parameters"]["llama_4_scaling_beta"] == 0.0
+    assert config.layers[0].mixer.query_scaling is None
+    assert from_hf_config(written) == config
 
 
 def test_a_model_whose_layers_are_not_rotated_is_written():
