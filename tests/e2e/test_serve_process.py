@@ -283,9 +283,10 @@ def test_meshes_with_rows_of_their_own_are_refused(mesh, capsys):
         (("model", "--max-running", "0"), "max_running=0 must be at least 1"),
         (("model", "--replicas", "0"), "--replicas 0 must be at least 1"),
         (("model", "--replicas", "2", "--page-size", "0"), "with exit code 1 before it served"),
+        (("model", "--port", "99999"), "port=99999 must be in 0..65535"),
         (("model", "--host", "203.0.113.1"), "cannot listen at 203.0.113.1:8000"),
     ],
-    ids=["no_model", "no_drafts", "no_room", "no_replicas", "no_pages", "no_address"],
+    ids=["no_model", "no_drafts", "no_room", "no_replicas", "no_pages", "no_port", "no_address"],
 )
 @pytest.mark.slow
 def test_what_cannot_be_served_is_said_in_a_line(model, options, message):

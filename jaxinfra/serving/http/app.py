@@ -87,17 +87,21 @@ async def _refused(request: fastapi.Request, error: Exception) -> responses.Resp
         case fastapi.exceptions.StarletteHTTPException():
             status, text = error.status_code, str(error.detail)
         case RequestValidationError():
-            said = [
-                f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}"
-                for each in error.errors()[:4]
-            ]
-            status, text = 400, "; ".join(said)
+            status, text = 400, "; ".join(map(_said, error.errors()[:4]))
         case GenerationFailedError():
             return error_response(500, str(error), kind="server_error")
         case _:
             text = f"the server failed: {type(error).__name__}"
             return error_response(500, text, kind="server_error")
     return error_response(status, text, kind="invalid_request_error")
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """Returns one finding of pydantic in a line, with its field."""
+    where = ".".join(map(str, error["loc"][1:]))
+    if error["type"] == "json_invalid":  # whose place is a character's number
+        return f"the body is not JSON: {error['ctx']['error']} at character {where}"
+    return f"{where or 'body'}: {error['msg']}"
 
 
 _TOGETHER = 32  # steps' progress of an answer that is sent whole

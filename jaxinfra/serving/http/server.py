@@ -33,6 +33,10 @@ class ServerOptions:
     drain_s: float = 30.0  # that open requests have to end once a stop is asked for
     max_connections: int = 1024
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port={self.port} must be in 0..65535; 0 takes one that is free")
+
 
 class HttpServer:
     """An HTTP server (uvicorn) that lets open requests end before it stops.

@@ -206,7 +206,8 @@ def _watch(programs: ProgramSet, asked: Callable[[], object], say: Callable[[str
         if not is_whole and made.ready == made.all:
             is_whole = True
             if made.all:
-                say(f"all {made.all} programs: {programs.num_compiled} compiled, the others kept")
+                made_now, kept = programs.num_compiled, programs.num_loaded
+                say(f"all programs are ready: {made_now} compiled, {kept} kept by an earlier start")
         elif not is_whole and time.monotonic() - told > _SAY_S:
             told = time.monotonic()
             say(f"making programs: {made}")
