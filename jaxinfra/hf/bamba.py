@@ -18,7 +18,7 @@ from jaxinfra.hf.weights import ATTENDS, LLAMA, Family, gated, norm, outside
 
 def read_bamba(keys: Keys) -> ModelConfig:
     """Reads Bamba: Mamba 2 in all layers but those that are named."""
-    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
+    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
     keys.ignore("num_logits_to_keep", "z_loss_coefficient")
     keys.expect(
         "partial_rotary_factor",

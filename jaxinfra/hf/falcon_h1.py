@@ -19,7 +19,7 @@ from jaxinfra.hf.weights import LLAMA, OUT, QKV, Family, Rule
 
 def read_falcon_h1(keys: Keys) -> ModelConfig:
     """Reads Falcon-H1: the sum of attention and Mamba 2 in every layer."""
-    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
+    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
     keys.ignore("num_logits_to_keep", "mlp_expansion_factor")
     keys.expect("mamba_use_mlp", (True, None), "every layer has a feed-forward layer")
     keys.expect("attn_layer_indices", (None,), "every layer attends")

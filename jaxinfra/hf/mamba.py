@@ -24,7 +24,7 @@ MAX_POSITIONS = 1 << 20
 
 def read_mamba2(keys: Keys) -> ModelConfig:
     """Reads Mamba 2 (Dao and Gu 2024)."""
-    keys.expect("hidden_act", ("silu",), "convolutions and gates have this activation")
+    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
     keys.ignore("expand", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor")
     keys.ignore("residual_in_fp32", "chunk_size", "norm_before_gate")
     keys.expect("rescale_prenorm_residual", (False, None), RESCALED)

@@ -265,7 +265,7 @@ def qwen_keys(config: ModelConfig) -> dict[str, Any]:
 def read_gpt_oss(keys: Keys) -> ModelConfig:
     """Reads gpt-oss: sinks, alternating windows, biases, a clamped gate (arXiv 2508.10925)."""
     keys.require("num_key_value_heads", "head_dim", "sliding_window")
-    keys.expect("hidden_act", ("silu",), "its gate is one of its own")
+    keys.expect("hidden_act", ("silu", "swish"), "its gate is one of its own")
     for name, value in _GATE.items():
         keys.expect(name, (value,), f"the gate here has {value}")
     top_k = keys.named("num_experts_per_tok", "experts_per_token")
