@@ -102,7 +102,7 @@ _SMALLEST, _LARGEST = 1e-9, 1e18
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra plan``."""
     add = parser.add_argument
-    add("model", nargs="?", help="a preset, a config.json or its directory; or: formats")
+    add("model", nargs="?", help="a preset, a run, a config.json or its directory; or: formats")
     add("--devices", type=_count, default=1, help="number of GPUs (default: 1)")
     add("--device", default="h200", help=f"GPU type: {', '.join(NAMES)} (default: h200)")
     add("--nodes", type=_count, help="number of nodes (default: 8 GPUs per node)")

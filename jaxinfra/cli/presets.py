@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         active = "" if each.active_parameters == each.parameters else _size(each.active_parameters)
         cells = (_size(each.parameters), active, str(each.layers), f"{each.max_positions:,}")
         table.add_row(each.name, *cells, each.purpose)
-    Console().print(table)
+    Console(width=None if Console().is_terminal else 110).print(table)
     return 0
 
 

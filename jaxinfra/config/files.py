@@ -44,6 +44,11 @@ def read_run_config(file: str | Path) -> RunConfig:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, a config is a file: name {path / 'config.json'}")
     values = _parse(path)
+    if "model_type" in values:
+        raise ConfigError(
+            f"{path} is of a Hugging Face model, not of a run; a run that starts from the model "
+            f"is --init {path.parent}"
+        )
     if "preset" in values:
         name = values.pop("preset")
         if not isinstance(name, str):

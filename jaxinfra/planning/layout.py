@@ -147,7 +147,8 @@ class Layout:
 
     def describe(self) -> str:
         """Describes the mesh by its axes of more than one device, such as ``pipe=2 x fsdp=4``."""
-        return " x ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1) or "1"
+        axes = [f"{axis}={size}" for axis, size in self.axes.items() if size > 1]
+        return " x ".join(axes) or "one device"
 
 
 def lay_out(**choices: Any) -> Layout:

@@ -5,6 +5,7 @@ import functools
 from pathlib import Path
 
 from jaxinfra import axes
+from jaxinfra.checkpoint.run_directory import read_config
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
@@ -207,13 +208,17 @@ def plan_model(config: ModelConfig, *, name: str = "model") -> PlannedModel:
 
 
 def find_model(name: str) -> PlannedModel:
-    """Returns the model that a preset's name, a ``config.json`` or its directory describes."""
+    """Returns the model that a preset's name, a ``config.json`` of Hugging Face or of a run, or the
+    directory of one describes.
+    """
     if name in MODELS:
         return plan_model(MODELS[name](), name=name)
     file = config_file(name)
     if file is None:
         raise ConfigError(f"unknown model {name!r}{nearest(name, MODELS)}")
-    config = from_hf_config(read_json(file, constants=INFINITY))
+    values = read_json(file, constants=INFINITY)
+    is_run = "model" in values and "model_type" not in values
+    config = read_config(file).model if is_run else from_hf_config(values)
     # Names of models count their layers; a step without drafts leaves the module out too.
     return plan_model(dataclasses.replace(config, mtp=False), name=name)
 

@@ -136,3 +136,9 @@ def test_public_names_are_what_they_say():
         assert getattr(jaxinfra, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'trane'"):
         jaxinfra.trane  # noqa: B018
+
+
+def test_a_config_of_hugging_face_is_named_as_such(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
+    with pytest.raises(ConfigError, match=f"of a Hugging Face model.*--init {tmp_path}"):
+        jaxinfra.read_run_config(tmp_path / "config.json")

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxinfra.cli.main import main
+from jaxinfra.config import codec
+from jaxinfra.config.presets import run_preset
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hf import from_hf_config
 from jaxinfra.planning.devices import find_device
@@ -74,6 +76,11 @@ def plan(capsys, *arguments) -> tuple[int, str, str]:
     code = main(["plan", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def test_a_run_is_a_model_too(tmp_path):
+    (tmp_path / "config.json").write_text(codec.to_json(run_preset("tiny")))
+    assert find_model(str(tmp_path)).config == run_preset("tiny").model
 
 
 def test_plan_prints_json_for_a_mesh_and_for_a_search(capsys):
