@@ -128,12 +128,12 @@ def check_rope(rope: RopeConfig, *, head_dim: int) -> None:
                 )
     elif (
         isinstance(scaling, Llama3Scaling)
-        and not 0.0 < scaling.low_frequency_factor < scaling.high_frequency_factor
+        and not 0.0 < scaling.low_frequency_factor <= scaling.high_frequency_factor
     ):
         raise ConfigError(
             f"rope scaling with low_frequency_factor={scaling.low_frequency_factor} and "
             f"high_frequency_factor={scaling.high_frequency_factor}: the first must be positive "
-            "and less than the second, or there is no ramp between them"
+            "and at most the second, since a ramp goes from one to the other"
         )
     elif scaling is not None and scaling.factor < 1.0:
         raise ConfigError(

@@ -56,8 +56,9 @@ def read_bloom(keys: Keys) -> ModelConfig:
     keys.expect("n_inner", (4 * width, None), "feed-forward layers are 4 times as wide here")
     max_positions = keys.integer("seq_length", _LONGEST)
     norm = layer_norm(keys, "layer_norm_epsilon")
+    heads_name = "n_head" if keys.has("n_head") else "num_attention_heads"
     return decoder_config(
-        keys.named_as(**_BLOOM_NAMES),
+        keys.named_as(**_BLOOM_NAMES | {"num_attention_heads": heads_name}),
         width=width,
         max_positions=max_positions,
         num_kv_heads=heads,

@@ -59,6 +59,7 @@ def _read(keys: Keys, **more: Any) -> ModelConfig:
     keys.expect("use_gated_activation", (True, None), "feed-forward layers have gates here")
     keys.expect("use_embedding_sharing", (True, None), "tie_word_embeddings says otherwise")
     keys.expect("use_parallel_embedding", (False, True, None), "a switch of training code")
+    keys.ignore("model_max_length")
     return decoder_config(
         keys,
         norm=_norm(keys),

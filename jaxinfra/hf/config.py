@@ -85,8 +85,9 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"{model_type} config: architectures={architectures!r} is no list of names"
         )
-    is_scored = family.classifier in (architectures or ())
-    if architectures and family.architecture not in architectures and not is_scored:
+    named = {_plain_name(each) for each in architectures or ()}
+    is_scored = _plain_name(family.classifier) in named
+    if named and _plain_name(family.architecture) not in named and not is_scored:
         raise ConfigError(
             f"{model_type} config: architectures={architectures}: a language model, "
             f"{family.architecture}, or a reward model, {family.classifier}, is needed"
@@ -104,6 +105,11 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
         ) from error
     keys.finish()
     return dataclasses.replace(config, head=Head.SCORE, mtp=False) if is_scored else config
+
+
+def _plain_name(architecture: str) -> str:
+    """Returns a name without capitals and underscores, in which makers and the reference differ."""
+    return architecture.lower().replace("_", "")
 
 
 def _require_one_label(values: Mapping[str, Any], model_type: str) -> None:

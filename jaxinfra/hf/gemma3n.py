@@ -30,7 +30,8 @@ def read_gemma3n(keys: Keys) -> ModelConfig:
     """
     keys.require("num_key_value_heads", "head_dim", "sliding_window", "num_kv_shared_layers")
     keys.require("hidden_size_per_layer_input", "intermediate_size")
-    keys.ignore("altup_coef_clip")  # a limit on weights in the reference's training
+    # Of training; and scores are not scaled, whatever the last says.
+    keys.ignore("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar")
     num_layers = keys.integer("num_hidden_layers")
     types, windows = layer_types(keys, every=5)
     kind, ropes = NormConfig(epsilon=keys.number("rms_norm_eps")), read_ropes(keys)

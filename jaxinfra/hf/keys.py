@@ -93,6 +93,19 @@ class Keys:
         found._read = self._read
         return found
 
+    def alike(self, *names: str) -> "Keys":
+        """Returns these keys with one number where a list has the same for every layer."""
+        values = dict(self._values)
+        for name in names:
+            each = values.get(name)
+            if isinstance(each, list | tuple) and each:
+                if any(value != each[0] for value in each):
+                    raise ConfigError(f"{self._what}: {name}={each}: layers are alike here")
+                values[name] = each[0]
+        found = Keys(values, what=self._what, names=self._names)
+        found._read = self._read
+        return found
+
     def has(self, name: str) -> bool:
         """Whether the config has this key, whatever its value."""
         return name in self._values

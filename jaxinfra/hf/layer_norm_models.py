@@ -28,7 +28,7 @@ def read_starcoder2(keys: Keys) -> ModelConfig:
     keys.require("num_key_value_heads")
     keys.expect("norm_type", ("layer_norm", None), "norms are LayerNorm here")
     keys.expect("mlp_type", ("default", None), "feed-forward layers have no gate here")
-    keys.expect("activation_function", (keys.text("hidden_act"), None), "hidden_act says otherwise")
+    keys.ignore("activation_function")  # released configs say gelu; hidden_act is what is read
     keys.expect("scale_attn_weights", (True, None), "scores are divided by sqrt(head_dim) here")
     epsilon = keys.number("norm_epsilon", 1e-5)
     keys.expect("layer_norm_epsilon", (epsilon, None), "norm_epsilon says otherwise")
@@ -115,6 +115,12 @@ def write_phi(config: ModelConfig) -> dict[str, Any]:
 def read_nemotron(keys: Keys) -> ModelConfig:
     """Reads Nemotron 4: LayerNorm of 1 + scale, squared ReLU, half of each head rotated."""
     norm = dataclasses.replace(layer_norm(keys, "norm_eps"), scale_offset=1.0)
+    by_default = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    for name, other, value in (
+        ("kv_channels", "head_dim", keys.integer("head_dim", by_default)),
+        ("rope_percent", "partial_rotary_factor", keys.number("partial_rotary_factor", 0.5)),
+    ):
+        keys.expect(name, (value, None), f"it is another name for {other}, which says otherwise")
     return decoder_config(
         keys,
         norm=norm,

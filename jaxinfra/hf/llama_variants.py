@@ -217,6 +217,9 @@ def read_ernie(keys: Keys) -> ModelConfig:
 def ernie_decoder(keys: Keys) -> ModelConfig:
     """Reads what ERNIE's dense models and those with experts have in common."""
     keys.require("num_key_value_heads")
+    keys.ignore("ignored_index", "micro_batch_size", "weight_share_add_bias")
+    keys.expect("compression_ratio", (1.0, None), "positions are whole numbers here")
+    keys.expect("use_rmsnorm", (True, None), "norms are RMSNorm here")
     bias = keys.flag("use_bias", False)
     return decoder_config(
         keys,
@@ -251,8 +254,16 @@ def hunyuan_decoder(keys: Keys, **more: Any) -> ModelConfig:
     keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
     keys.expect("use_cla", (False, None), "each layer has keys and values of its own")
     keys.expect("mlp_bias", (False, None), "feed-forward layers here have no biases")
-    head_dim = keys.integer("head_dim", None)
-    keys.expect("attention_head_dim", (head_dim, None), "head_dim says otherwise")
+    by_default = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    head_dim = keys.integer("head_dim", by_default)
+    keys.expect("attention_head_dim", (head_dim, None), f"heads are {head_dim} wide here")
+    # Of latent attention and routing by groups, which other code of its makers has.
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
+        keys.expect(name, (None,), "attention is grouped here")
+    keys.expect("v_head_dim", (None,), "values are as wide as keys here")
+    for name in ("n_group", "topk_group", "group_limited_greedy", "routed_scaling_factor"):
+        keys.expect(name, (None, False), "experts are chosen without groups or factors here")
+    keys.ignore("pad_id")
     return decoder_config(
         keys,
         rope=_rope(keys, has_alpha=True),

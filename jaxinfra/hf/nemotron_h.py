@@ -49,7 +49,8 @@ def read_nemotron_h(keys: Keys) -> ModelConfig:
     keys.ignore("mtp_layers_block_type", "mtp_hybrid_override_pattern")
     kinds = _kinds(keys)
     stream = NormConfig(epsilon=keys.number("layer_norm_epsilon", 1e-5))
-    keys.expect("norm_eps", (stream.epsilon, None), "layer_norm_epsilon says it")
+    for name in ("norm_eps", "rms_norm_eps"):
+        keys.expect(name, (stream.epsilon, None), "layer_norm_epsilon says it")
     layers: dict[str, dict[str, Any]] = {
         LINEAR: {"mixer": _state_space(keys), "feed_forward": None},
         FULL: {"mixer": _attention(keys), "feed_forward": None},

@@ -116,8 +116,10 @@ def _expect_minimax(keys: Keys) -> None:
     types = keys.sequence("attn_type_list", ())
     if any(each != 1 for each in types):
         raise ConfigError(f"attn_type_list={list(types)}: every layer has full attention (1) here")
+    for name in ("full_attention", "linear_attention", "mlp"):
+        keys.expect(f"layernorm_{name}_beta", (1.0, None), "residual sums have no factors here")
     keys.ignore(*LOSSES, "router_jitter_noise", "use_mtp", "num_mtp_modules")
-    keys.ignore("mtp_transformer_layers")
+    keys.ignore("mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode")
 
 
 def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
@@ -129,7 +131,12 @@ def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
 
 def read_ernie_moe(keys: Keys) -> ModelConfig:
     """Reads ERNIE 4.5 with experts: softmax scores with a correction, in some of the layers."""
-    keys.ignore(*LOSSES)
+    keys.ignore(*LOSSES, "moe_capacity", "moe_group", "num_nextn_predict_layers")
+    keys.ignore("moe_multimodal_dispatch_use_allgather")
+    keys.expect("moe_gate", ("topk", None), "the best experts are chosen here")
+    keys.expect("moe_gate_act", ("softmax", None), "scores are softmax here")
+    keys.expect("moe_norm_gate_logits", (True, None), "weights of experts sum to 1 here")
+    keys.expect("moe_use_hard_gate", (False, None), "each token chooses its experts here")
     keys.expect(
         "moe_norm_min", (1e-12, None), "the sum of a token's scores has no other bound here"
     )
@@ -194,21 +201,14 @@ def read_hunyuan_moe(keys: Keys) -> ModelConfig:
     keys.expect("use_mixed_mlp_moe", (True, None), "there is a shared expert here")
     keys.expect("norm_topk_prob", (True, None), "weights of experts sum to 1 here")
     keys.expect("moe_layer_num_skipped", (0, None), "every layer has experts here")
-    for name in ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size"):
-        _as_number(keys, name)
+    # Released configs have a list of some numbers, with the same for every layer.
+    keys = keys.alike("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
     dense = hunyuan_decoder(keys)
-    width = keys.integer("intermediate_size")
+    width, shared = keys.integer("intermediate_size"), "the shared expert is one, as wide as others"
+    keys.expect("num_shared_expert", (1, None), shared)
+    keys.expect("moe_intermediate_size", (width, None), shared)
     named = keys.named_as(num_experts_per_tok="moe_topk")
     return read_experts(named, dense, width_key="intermediate_size", shared_hidden_dim=width)
-
-
-def _as_number(keys: Keys, name: str) -> None:
-    if isinstance(keys.raw(name), list | tuple):
-        raise ConfigError(f"{name} with a number for each layer: layers are alike here")
-    if name in ("num_shared_expert", "moe_intermediate_size"):
-        width = keys.integer("intermediate_size")
-        allowed = (1, None) if name == "num_shared_expert" else (width, None)
-        keys.expect(name, allowed, "the shared expert is one, as wide as the others")
 
 
 def write_hunyuan_moe(config: ModelConfig) -> dict[str, Any]:
@@ -288,6 +288,7 @@ MINIMAX_M2 = dataclasses.replace(
 )
 ERNIE_MOE = dataclasses.replace(
     LLAMA,
+    ignored=rf"{LLAMA.ignored}|model\.mtp_.*",
     layer=(
         *LLAMA.layer,
         *experts(

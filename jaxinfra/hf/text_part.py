@@ -23,6 +23,18 @@ _TEXT_TYPES = {
     "qwen3_5": None,
     "qwen3_5_moe": None,
 }
+# Of text_configs that are published without them; all releases of the reference have these.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+    }
+}
 _OWN_TYPES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -52,7 +64,7 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
         inner = {name: value for name, value in values.items() if name not in _WHOLE_KEYS}
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{kind} config: text_config={inner!r} is no object of settings")
-    found = dict(inner)
+    found = _DEFAULTS.get(kind, {}) | dict(inner)
     for name in ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype"):
         if name in values:
             found[name] = values[name]

@@ -62,6 +62,8 @@ def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     # How often a pair turns over the original context decides whether it is kept or divided.
     turns = scaling.original_max_positions * plain / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    if low == high:  # no ramp: Llama 4
+        return np.where(turns > high, plain, plain / scaling.factor)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return keep * plain + (1.0 - keep) * plain / scaling.factor
 

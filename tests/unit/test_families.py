@@ -238,6 +238,40 @@ def test_phimoe_reads_and_writes_how_long_its_first_context_was():
     assert from_hf_config(to_hf_config(config, model_type="phimoe")) == config
 
 
+# Keys of released configs that no release of the reference reads.
+RELEASED = {
+    "minimax_m2": {"layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192}
+    | {"shared_moe_mode": "sigmoid"},
+    "nemotron_h": {"rms_norm_eps": 1e-5},
+    "ernie4_5_moe": {"moe_capacity": [64], "moe_gate": "topk", "num_nextn_predict_layers": 0},
+    "hunyuan_moe": {"moe_topk": [2] * 3, "num_shared_expert": [1] * 3, "attention_head_dim": 8}
+    | {"moe_intermediate_size": [48] * 3, "kv_lora_rank": None, "topk_group": False},
+    "gemma3n": {"altup_lr_multiplier": 1.0, "query_pre_attn_scalar": 256},
+    "cohere": {"model_max_length": 131_072},
+    "starcoder2": {"activation_function": "gelu"},
+    "nemotron": {"kv_channels": 8, "rope_percent": 0.5},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
+    "mpt": {"architectures": ["MPTForCausalLM"]},
+    "bloom": {"n_head": None, "num_attention_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_keys_of_released_configs_are_known(name):
+    values = described(name)["config"]
+    released = {k: v for k, v in (values | RELEASED[name]).items() if k != "n_head" or v}
+    assert from_hf_config(released) == from_hf_config(values)
+
+
+def test_the_text_of_gemma_3_has_the_sizes_that_its_config_leaves_out():
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    text |= {"model_type": "gemma3_text", "sliding_window": 1024}
+    config = from_hf_config({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    attention = config.layers[0].mixer
+    assert (attention.num_q_heads, attention.num_kv_heads, attention.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_positions) == (262_208, 131_072)
+
+
 def test_missing_keys_have_the_defaults_of_the_reference():
     values = described("dots1_odd")["config"] | {"layer_types": None, "max_window_layers": 2}
     assert [block.mixer.window for block in from_hf_config(values).layers] == [None, None, 5]

@@ -100,8 +100,8 @@ def test_contradicting_rope_keys_are_refused():
             "original_max_position_embeddings=0 must be at least 1",
         ),
         (
-            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
-            "no ramp between",
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 5.0, "high_freq_factor": 4.0},
+            "at most the second",
         ),
         ({"rope_type": "warped"}, "rope type 'warped' is not supported; known: default"),
         ({"rope_type": "linear"}, "required key 'factor'"),

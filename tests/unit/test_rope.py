@@ -175,6 +175,20 @@ def test_dynamic_scaling_stretches_the_base_by_the_length():
                 np.testing.assert_allclose(got[row : row + 1], want, atol=2e-5)
 
 
+def test_llama_3_scaling_without_a_ramp_is_a_step():
+    """As Llama 4 has it: pairs that turn more often than that are kept, others divided."""
+    step = Llama3Scaling(
+        factor=16.0,
+        low_frequency_factor=1.0,
+        high_frequency_factor=1.0,
+        original_max_positions=64,
+    )
+    plain, _ = rope_frequencies(RopeConfig(), head_dim=8)
+    found, _ = rope_frequencies(RopeConfig(scaling=step), head_dim=8)
+    turns = 64 * plain / (2 * math.pi)
+    np.testing.assert_allclose(found, np.where(turns > 1.0, plain, plain / 16.0))
+
+
 def test_dynamic_scaling_asks_for_two_pairs():
     with pytest.raises(ConfigError, match="2 elements"):
         check_rope(
