@@ -134,7 +134,8 @@ class RunDirectory:
     def read_config(self) -> RunConfig:
         """Reads the run's config; raises ConfigError if it is missing or invalid."""
         if not self.config_file.is_file():
-            found = "has no config.json" if self.path.is_dir() else "is not a directory"
+            found = "is not a directory" if self.path.exists() else "does not exist"
+            found = "has no config.json" if self.path.is_dir() else found
             raise ConfigError(
                 f"{self.path} is no run directory: it {found}; name one that `jaxinfra train` has "
                 "made, or one with a Hugging Face model where a model is meant"

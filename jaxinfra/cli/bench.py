@@ -47,8 +47,8 @@ PLANNED = ("constants", "collectives")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra bench``."""
-    known = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
-    parser.add_argument("what", nargs="?", help=known)
+    known = ", ".join(BENCHMARKS)
+    parser.add_argument("what", nargs="?", help=f"{known}; without one, what each measures")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the benchmark")
 
 

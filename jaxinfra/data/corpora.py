@@ -139,8 +139,9 @@ def open_corpora(
     """
     if config.source == OWN_SOURCE:
         raise DataError(
-            "the run's batches came from its script, by jaxinfra.train(..., data=...), and are not "
-            "here: give data= again, or name a text with --data"
+            "the run has no text of its own: a script gave its batches (jaxinfra.train(..., "
+            "data=...); give them again), or jaxinfra rl sampled them; evaluate it on a text "
+            "with --data"
         )
     parts = {each.name: _alone(config, each.source, each.heldout_source) for each in config.mixture}
     if tokenizer is None and parts:

@@ -91,6 +91,8 @@ def scan(spec: str) -> Source:
             and (root / name).is_file()
         ]
         return _source(spec, root, names, "no .py files of the standard library there")
+    if not spec:
+        raise DataError("data source '' is empty; name a file, a directory, or a glob in quotes")
     path = Path(spec).expanduser()
     if path.is_dir():
         return _source(spec, path, _tables_of(_walk(path)), "the directory holds no files")

@@ -14,6 +14,7 @@ import numpy as np
 from jaxinfra.checkpoint import directory_layout
 from jaxinfra.checkpoint.checkpointer import Restored, load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config.data import OWN_SOURCE
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.pipeline import PipelineConfig
@@ -144,6 +145,11 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
     if not 1 <= step <= config.training.steps:
         raise ConfigError(
             f"step {step}: {directory} has steps 1 to {config.training.steps}; name one of them"
+        )
+    if config.data.source == OWN_SOURCE:
+        raise ConfigError(
+            f"{directory}: a script gave the batches (jaxinfra.train(..., data=...)), or jaxinfra "
+            "rl sampled them; only steps on texts that the config names can be replayed"
         )
     keep_compiled_programs(cache_dir)
     job = with_frozen(make_job(config if on_mesh else _alone(config)))

@@ -278,7 +278,7 @@ def test_meshes_with_rows_of_their_own_are_refused(mesh, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("nowhere",), "is not a directory"),
+        (("nowhere",), "it does not exist"),
         (("model", "--draft", "model"), "--draft needs --num-drafts"),
         (("model", "--max-running", "0"), "max_running=0 must be at least 1"),
         (("model", "--replicas", "0"), "--replicas 0 must be at least 1"),

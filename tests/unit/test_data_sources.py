@@ -208,6 +208,13 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
         scan(str(tmp_path))
 
 
+def test_an_empty_source_is_not_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    assert "is empty" in error("")
+    assert read(".") == {"a.txt": "text"}
+
+
 def test_doctor_names_everything_that_cannot_be_read(tmp_path, capsys):
     (tmp_path / "good.txt").write_text("a text\n")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))

@@ -13,11 +13,14 @@ import pytest
 
 import jaxinfra
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config import codec
+from jaxinfra.config.data import OWN_SOURCE
 from jaxinfra.config.parts import part
 from jaxinfra.data.batch import batch_checksum, rows_checksum
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.bisect import StepPieces, find_nonfinite, first_nonfinite
 from jaxinfra.diagnostics.replay import replay_step
+from jaxinfra.errors import ConfigError
 from jaxinfra.training.describe import record_environment
 from jaxinfra.training.examine import examine_step
 from jaxinfra.training.gradients import count_targets
@@ -257,3 +260,12 @@ def test_other_data_are_said_to_be_so(run):
     found = replay_step(directory.path, step=3, cache_dir=place)
     assert found.reproduces is None
     assert "no longer those" in found.verdict()
+
+
+def test_batches_that_no_config_names_are_refused(tmp_path):
+    start = config_of()
+    data = dataclasses.replace(start.data, source=OWN_SOURCE)
+    changed = dataclasses.replace(start, data=data)
+    (tmp_path / "config.json").write_text(codec.to_json(changed))
+    with pytest.raises(ConfigError, match="or jaxinfra rl sampled them"):
+        replay_step(tmp_path, step=1, cache_dir=tmp_path)

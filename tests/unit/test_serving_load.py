@@ -138,7 +138,7 @@ def removed(pattern: str):
 
 
 SPOILED = {
-    "no_directory": (shutil.rmtree, ConfigError, "it is not a directory; name one that"),
+    "no_directory": (shutil.rmtree, ConfigError, "it does not exist; name one that"),
     "no_config": (removed("config.json"), ConfigError, "has no config.json"),
     "half_a_config": (rewritten("config.json", '{"mo'), ConfigError, "not JSON"),
     "list": (rewritten("config.json", "[1]"), ConfigError, "is no object"),
