@@ -165,6 +165,7 @@ def read_falcon(keys: Keys) -> ModelConfig:
     else:
         kv_heads = 1 if keys.flag("multi_query", True) else heads
         keys.ignore("num_kv_heads")
+    keys.ignore("ff_factor")  # ffn_hidden_size says it
     num_norms = keys.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
     branches = Branches.SHARED_NORM if num_norms == 1 else Branches.PARALLEL
     width = keys.integer("hidden_size")

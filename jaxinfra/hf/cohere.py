@@ -41,8 +41,6 @@ def read_cohere2(keys: Keys) -> ModelConfig:
     )
     # Older configs say in words what the types of layers say.
     keys.expect("order_of_interleaved_layers", ("local_attn_first", None), "layer_types says it")
-    keys.expect("position_embedding_type", ("rope_gptj", None), "neighbours are rotated")
-    keys.expect("rotary_pct", (1.0, None), "whole heads are rotated")
     return _read(
         keys,
         layers=[{"window": window, "rope": rope if window else None} for window in windows],
@@ -55,6 +53,8 @@ def _norm(keys: Keys) -> NormConfig:
 
 
 def _read(keys: Keys, **more: Any) -> ModelConfig:
+    keys.expect("position_embedding_type", ("rope_gptj", None), "neighbours are rotated")
+    keys.expect("rotary_pct", (1.0, None), "whole heads are rotated")
     keys.expect("use_parallel_block", (True, None), "layers are side by side here")
     keys.expect("use_gated_activation", (True, None), "feed-forward layers have gates here")
     keys.expect("use_embedding_sharing", (True, None), "tie_word_embeddings says otherwise")

@@ -54,7 +54,12 @@ def read_qwen2(keys: Keys) -> ModelConfig:
     """Reads Qwen 2 and 2.5: biased query, key and value."""
     keys.require("num_key_value_heads")
     keys.expect("qkv_bias", (True, None), "queries, keys and values have biases here")
-    return decoder_config(keys, windows=layer_windows(keys), qkv_bias=True)
+    longest = keys.integer("max_position_embeddings")
+    if (chunks := keys.mapping("dual_chunk_attention_config")) is not None:
+        # Qwen2.5-1M: up to a chunk's length this is plain attention, which transformers computes.
+        sizes = Keys(chunks, what="dual_chunk_attention_config")
+        longest = min(longest, sizes.integer("chunk_size") - sizes.integer("local_size"))
+    return decoder_config(keys, windows=layer_windows(keys), qkv_bias=True, max_positions=longest)
 
 
 def read_mimo(keys: Keys) -> ModelConfig:

@@ -238,6 +238,9 @@ def write_ernie(config: ModelConfig) -> dict[str, Any]:
 
 def read_hunyuan(keys: Keys) -> ModelConfig:
     """Reads Hunyuan: norms of heads behind the rotation, whose base a fixed alpha stretches."""
+    keys = keys.alike("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
+    keys.expect("num_experts", (1, None), "layers here have no experts")
+    keys.ignore("moe_topk", "num_shared_expert", "moe_intermediate_size")
     return hunyuan_decoder(keys, mlp_bias=False)
 
 

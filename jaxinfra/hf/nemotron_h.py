@@ -44,6 +44,7 @@ def read_nemotron_h(keys: Keys) -> ModelConfig:
     keys.expect("mamba_proj_bias", (False, None), "use_bias says it")
     keys.ignore(*LOSSES, "expand", "chunk_size", "mamba_chunk_size", "mamba_ssm_cache_dtype")
     keys.ignore("time_step_max", "time_step_floor", "time_step_rank")
+    keys.ignore("mamba_expand", "mamba_dt_max", "mamba_dt_init_floor")
     keys.ignore("rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels")
     keys.ignore("num_logits_to_keep", "moe_shared_expert_overlap", "num_nextn_predict_layers")
     keys.ignore("mtp_layers_block_type", "mtp_hybrid_override_pattern")
@@ -88,6 +89,12 @@ def _state_space(keys: Keys) -> StateSpaceConfig:
     heads, groups = keys.integer("mamba_num_heads"), keys.named("n_groups", "mamba_n_groups")
     if groups < 1 or heads % groups:
         raise ConfigError(f"mamba_num_heads={heads} is not a multiple of n_groups={groups}")
+    # Makers have two names for some settings; where both are given, the second one counts.
+    second = {"time_step_limit": "mamba_dt_limit", "time_step_min": "mamba_dt_min"}
+    second |= {"conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias"}
+    given = {name: other for name, other in second.items() if keys.has(other)}
+    keys.ignore(*given)
+    keys = keys.named_as(**given)
     if read_step_limit(keys) is not None:
         raise ConfigError("time_step_limit: implementations differ in whether it is used")
     least = keys.number("time_step_min", 0.001)  # the reference bounds steps by it
@@ -108,9 +115,11 @@ def _state_space(keys: Keys) -> StateSpaceConfig:
 def _attention(keys: Keys) -> GroupedAttentionConfig:
     keys.ignore("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     heads = keys.integer("num_attention_heads")
+    kv_heads = keys.integer("num_key_value_heads", heads)
+    keys.expect("num_query_groups", (kv_heads, None), "num_key_value_heads says otherwise")
     return GroupedAttentionConfig(
         num_q_heads=heads,
-        num_kv_heads=keys.integer("num_key_value_heads", heads),
+        num_kv_heads=kv_heads,
         head_dim=keys.named("head_dim", "attention_head_dim"),
         rope=None,
     )

@@ -167,6 +167,7 @@ def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScali
 
 
 def _read_yarn(rope: Keys, *, max_positions: int, original: int) -> YarnScaling:
+    rope.ignore("finetuned")  # whether the model was trained with it
     factor = rope.number("factor", max_positions / original)
     attention_factor = rope.number("attention_factor", None)
     if (multiplier := rope.number("attn_factor", None)) is not None:

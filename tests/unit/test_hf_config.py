@@ -285,3 +285,15 @@ def test_a_factor_that_programs_take_differently_is_refused():
     scaling = values("qwen2_yarn")["rope_parameters"]
     with pytest.raises(ConfigError, match=r"attn_factor=0\.878: .*own 1\.13863 by it"):
         from_hf_config(values("qwen2_yarn", rope_parameters=scaling | {"attn_factor": 0.878}))
+
+
+def test_chunks_of_qwen_bound_its_context():
+    chunks = {"chunk_size": 48, "local_size": 8, "original_max_position_embeddings": 48}
+    config = from_hf_config(values("qwen2", dual_chunk_attention_config=chunks))
+    assert config.max_positions == 40
+
+
+def test_yarn_that_was_trained_with_is_yarn():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    wanted = from_hf_config(values("llama", rope_parameters=yarn))
+    assert from_hf_config(values("llama", rope_parameters=yarn | {"finetuned": True})) == wanted
