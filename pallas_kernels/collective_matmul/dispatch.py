@@ -22,13 +22,8 @@ COLUMN_MULTIPLE = 64
 LEAST_COLUMNS = 256
 LEAST_GAIN = 1.02
 """Least measured speedup over XLA's collective and product."""
-WRONG: str | None = (
-    "on two H200s programs of several of these kernels computed wrong values, and the kernels that "
-    "mend it have not run on two GPUs"
-)
-"""The reason for which the kernels are refused on several devices. XLA replayed CUDA graphs with
-earlier addresses of a peer's arrays. The kernels read these addresses themselves now. Tests and
-benchmarks set it None."""
+MOST_DEVICES = 2
+"""Devices of the largest mesh on which the kernels were run."""
 _WITHIN = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
 """Largest ``|log2(ratio)|`` of a size to a measured one at which the measurement counts."""
 
@@ -58,11 +53,10 @@ class CollectiveCall:
             return f"{self.axis}=1: there is no peer"
         if jax.process_count() > 1:
             return "devices of several processes, which cannot write to one another's memory"
+        if (devices := jax.sharding.get_abstract_mesh().size) > MOST_DEVICES:
+            return f"a mesh of {devices} devices; the kernels were run on {MOST_DEVICES}"
         if self.positions % MULTIPLE:
             return f"{self.positions} positions on a device are no multiple of {MULTIPLE}"
-        return self._odd_width() or WRONG
-
-    def _odd_width(self) -> str | None:
         if self.sent_width % MULTIPLE:
             return f"a width of {self.sent_width} is no multiple of {MULTIPLE}"
         for width in (*self.depths, *self.columns):
