@@ -47,7 +47,7 @@ def linear_attention(
         implementation: "hopper" (Mosaic GPU; a decay per head, or per channel with a beta; bf16,
             keys of 128 channels and values of 64, 128 or 192) or "xla". "auto" takes "hopper" for
             supported calls of 64 tokens or more, else "xla". A kernel runs on one device: call it
-            inside ``shard_map``, or name "xla". XLA computes gradients of decays per channel.
+            inside ``shard_map``, or name "xla".
 
     Returns:
         Outputs [B, T, M, V] in v's dtype, and the state [B, M, H, V] in fp32.

@@ -205,18 +205,16 @@ def main() -> None:
     timed = [("hopper", kind, name) for kind in ("delta", "channels", "space") for name in SHAPES]
     timed += [("hopper", "small space", "1 x 8192")]
     timed += [("xla", kind, "1 x 8192") for kind in ("delta", "channels")]
-    # The gradient of decays per channel is XLA's.
-    of_pass = [timed, [x for x in timed if x[:2] != ("hopper", "channels")]]
     for is_gradient in (False, True):
         for which, kind in checked + [("formula", kind) for _, kind in checked[:3]]:
             programs.add(which, CHECKED, is_gradient, kind)
-        for which, kind, name in of_pass[is_gradient]:
+        for which, kind, name in timed:
             programs.add(which, SHAPES[name], is_gradient, kind)
     for which, kind in checked:
         call = functools.partial(programs.errors, which, kind)
         table.add(f"error of {kind}: {which}", call)
     for is_gradient in (False, True):
-        for which, kind, name in of_pass[is_gradient]:
+        for which, kind, name in timed:
             call = functools.partial(programs.timed, which, SHAPES[name], is_gradient, kind)
             table.add(f"{passes[is_gradient]} of {kind}: {which}, {name}", call)
     for kind, length in STEPS:

@@ -49,18 +49,25 @@ _HALVES = (32, 16, 8, 4)  # half a block of each level; the last one takes pairs
 
 
 def prepared(
-    q_BTNH: jax.Array, k_BTNH: jax.Array, log_decay_BTMH: jax.Array, numbers: jax.Array
+    q_BTNH: jax.Array,
+    k_BTNH: jax.Array,
+    log_decay_BTMH: jax.Array,
+    numbers: jax.Array,
+    *,
+    has_gradient: bool = False,
 ) -> dict[str, jax.Array]:
     """Computes operands of ``scan.outputs`` and systems of ``inverse.inverses_of``.
 
     Args:
         log_decay_BTMH: natural logarithms, fp32; T a multiple of 64, H 128.
         numbers: ``gates.gates`` without logarithms.
+        has_gradient: whether to return the operand of ``channel_gradients``, too.
 
     Returns:
         "q" and "k", decayed from the chunk's beginning, and "kept", keys times beta decayed to its
         end, all bf16 [B, T, M, H]; "weights", P transposed, bf16 [B, M, J, j, i]; "systems", fp32
-        [B, M, J, j, i]; "decays" over whole chunks, fp32 [B, M, J, H].
+        [B, M, J, j, i]; "decays" over whole chunks, fp32 [B, M, J, H]. For the gradient "sums" of
+        logarithms, base 2, from the chunk's first token on, fp32 [B, T, M, H].
     """
     batch, length, num_values, width = log_decay_BTMH.shape
     chunks = (batch, num_values, length // CHUNK)
@@ -69,6 +76,7 @@ def prepared(
     )
     tokens = jax.ShapeDtypeStruct((batch, length, num_values, width), k_BTNH.dtype)
     square = (*chunks, CHUNK, CHUNK)
+    sums = {"sums": jax.ShapeDtypeStruct(tokens.shape, jnp.float32)} if has_gradient else {}
     return launch(
         kernel.run,
         name="delta_channels",
@@ -78,7 +86,8 @@ def prepared(
             "weights": jax.ShapeDtypeStruct(square, k_BTNH.dtype),
             "systems": jax.ShapeDtypeStruct(square, jnp.float32),
             "decays": jax.ShapeDtypeStruct((*chunks, width), jnp.float32),
-        },
+        }
+        | sums,
         scratch=kernel.scratch(),
         grid=(batch * num_values * chunks[2],),
         grid_names=("block",),
@@ -126,6 +135,8 @@ class _Channels:
         plgpu.barrier_wait(smem.full)
         sums = self.summed(logs, pair, smem.square)
         _write_sums(sums, smem.sums)
+        if hasattr(gmem, "sums"):
+            write_registers(sums, gmem.sums.at[b, rows, m])
         plgpu.commit_smem()
         self.write_tokens(gmem, smem, pair, sums, (b, rows, m))
         _write_decays(smem.sums, smem.gates, gmem.decays.at[b, m, chunk])

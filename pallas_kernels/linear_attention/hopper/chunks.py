@@ -100,7 +100,9 @@ class ChunkKernel:
         tile, stages = tiled(128), self.num_stages
         tokens, square = CHUNK * (1 + self.has_weights), (stages, CHUNK, CHUNK)
         values = (self.together, CHUNK, COLUMNS)
-        copies = 2 + self.together + self.has_weights + self.has_delta + 2 * self.by_channel
+        copies = 2 + self.together + self.has_weights + self.has_delta
+        if self.by_channel:
+            copies += 1 + self.has_weights
         buffers = {
             # Keys, and behind them queries, so that one product can read both.
             "keys": plgpu.SMEM((stages, tokens, self.width), self.dtype, transforms=tile),
@@ -183,7 +185,9 @@ class ChunkKernel:
             plgpu.copy_gmem_to_smem(source, smem.values.at[slot, w], full)
         if self.has_delta:
             plgpu.copy_gmem_to_smem(gmem.inverses.at[b, m, chunk], smem.inverses.at[slot], full)
-        numbers = ("kept", "weights", "decays") if self.by_channel else ("gates",)
+        numbers = ["kept", "decays"] if self.by_channel else ["gates"]
+        if self.by_channel and self.has_weights:
+            numbers.append("weights")
         for name in numbers:
             place = (b, rows, m) if name == "kept" else (b, m, chunk)
             plgpu.copy_gmem_to_smem(

@@ -4,7 +4,8 @@ Forward, ``inverse`` solves the systems of the delta rule in all chunks, and ``s
 chunk to chunk. Before it ``spans`` finds states of a state space, between which rows' chunks are
 computed side by side.
 Backward, ``scan`` computes the states again, ``reverse`` their cotangents from the last chunk to
-the first, and ``gradients`` those of all tokens.
+the first, and ``gradients`` those of all tokens. For a decay per channel ``channels`` computes what
+``scan`` reads, and ``channel_gradients`` the gradients of tokens.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width.
 """
@@ -15,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import device
-from pallas_kernels.linear_attention.chunked import chunked
 
 from . import scan, spans
+from .channel_gradients import channel_gradients
 from .channels import prepared
 from .gates import CHUNK, gates
 from .gradients import token_gradients
@@ -171,18 +172,32 @@ def by_channel(
     state_BMHV: jax.Array,
     document_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes ``in_chunks`` of the delta rule with a decay per channel; XLA computes its gradient.
+    """Computes ``in_chunks`` of the delta rule with a decay per channel.
 
     A token's decay below 2^-30 counts as 2^-30.
     """
-    q, k, v, log_decay, beta = _padded(
-        q_BTNH, k_BTNH, v_BTMV, log_decay_BTMH.astype(jnp.float32), beta_BTM
-    )
-    found = prepared(q, k, log_decay, gates(None, beta, _with_edge(document_BT)))
-    inverses = inverses_of(found.pop("systems"), k.dtype)
-    start = state_BMHV.astype(jnp.float32).swapaxes(2, 3)
-    out, end = scan.outputs(found | {"values": v, "inverses": inverses, "start": start})
+    q, k, v, log_decay, beta = _padded(q_BTNH, k_BTNH, v_BTMV, log_decay_BTMH, beta_BTM)
+    numbers = gates(None, beta, _with_edge(document_BT))
+    out, end = scan.outputs(_operands_by_channel(q, k, v, log_decay, numbers, state_BMHV))
     return out[:, : q_BTNH.shape[1]], end.swapaxes(2, 3)
+
+
+def _operands_by_channel(
+    q_BTNH: jax.Array,
+    k_BTNH: jax.Array,
+    v_BTMV: jax.Array,
+    log_decay_BTMH: jax.Array,
+    numbers: jax.Array,
+    state_BMHV: jax.Array,
+    *,
+    has_gradient: bool = False,
+) -> dict[str, jax.Array]:
+    """Operands of the kernels that go from chunk to chunk, and "sums" for the gradient."""
+    log_decay_BTMH = log_decay_BTMH.astype(jnp.float32)
+    found = prepared(q_BTNH, k_BTNH, log_decay_BTMH, numbers, has_gradient=has_gradient)
+    inverses = inverses_of(found.pop("systems"), k_BTNH.dtype)
+    start = state_BMHV.astype(jnp.float32).swapaxes(2, 3)
+    return found | {"values": v_BTMV, "inverses": inverses, "start": start}
 
 
 def _kept_by_channel(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
@@ -190,15 +205,27 @@ def _kept_by_channel(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], tuple
 
 
 def _pulled_by_channel(
-    given: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
+    kept: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
-    *operands, document_BT = given
-
-    def attend(q, k, v, log_decay, beta, state) -> tuple[jax.Array, jax.Array]:
-        out, state = chunked(q, k, v, log_decay, beta, state, document_BT)
-        return out.astype(cotangents[0].dtype), state
-
-    return *jax.vjp(attend, *operands)[1](cotangents), None
+    *tokens, state, document_BT = kept
+    q, k, v, log_decay, beta = _padded(*tokens)
+    (d_out,) = _padded(cotangents[0])
+    numbers = gates(None, beta, _with_edge(document_BT))
+    operands = _operands_by_channel(q, k, v, log_decay, numbers, state, has_gradient=True)
+    sums = operands.pop("sums")
+    d_end = cotangents[1].astype(jnp.float32).swapaxes(2, 3)
+    reading = operands | {"values": d_out, "start": d_end}
+    writing = {name: x for name, x in operands.items() if name not in ("q", "weights")}
+    states, solved = scan.states(writing)
+    d_states, d_v, d_start = cotangents_of(reading)
+    tokens_of = {"q": q, "k": k, "sums": sums, "decays": operands["decays"], "gates": numbers}
+    d_q, d_k, d_log, d_beta = channel_gradients(
+        tokens_of, d_out, solved=solved, states=states, d_states=d_states, d_v=d_v
+    )
+    found = (d_q, d_k, d_v, d_log, d_beta)
+    length = document_BT.shape[1]
+    d_given = [x[:, :length].astype(like.dtype) for x, like in zip(found, tokens, strict=True)]
+    return *d_given, d_start.swapaxes(2, 3).astype(state.dtype), None
 
 
 by_channel.defvjp(_kept_by_channel, _pulled_by_channel)

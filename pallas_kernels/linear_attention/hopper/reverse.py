@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.mosaic import plgpu
 
-from .chunks import COLUMNS, ChunkKernel, ChunkStep, keys_of, queries_of, read
+from .chunks import COLUMNS, ChunkKernel, ChunkStep, kept_keys, keys_of, queries_of, read
 from .gates import CHUNK, Gate
 from .scan import ChunkOperands, states_buffer, write_state
 
@@ -37,9 +37,9 @@ def cotangents(operands: ChunkOperands) -> tuple[jax.Array, jax.Array, jax.Array
         Cotangents of the states that leave the chunks, bf16 [B, M, J, V, H], of the values, bf16
         [B, T, M, V], and of the first state, fp32 [B, M, V, H].
     """
-    values, gates = operands["values"], operands["gates"]
-    _, num_values, value_width, width = operands["start"].shape
-    shape = (len(values), num_values, gates.shape[2], value_width, width)
+    values, (_, num_values, value_width, width) = operands["values"], operands["start"].shape
+    batch, length = values.shape[:2]
+    shape = (batch, num_values, length // CHUNK, value_width, width)
     found = _Cotangents.run(
         operands,
         out=jax.ShapeDtypeStruct(values.shape, values.dtype),
@@ -56,7 +56,7 @@ class _Cotangents(ChunkKernel):
 
     @property
     def num_stages(self) -> int:
-        return 3 if self.together == 1 else 2
+        return 3 if self.together == 1 and not self.by_channel else 2
 
     def scratch(self) -> dict[str, Any]:
         return {"states": states_buffer(self)} | super().scratch()
@@ -69,7 +69,7 @@ class _Cotangents(ChunkKernel):
         self.await_weights(smem, at)
 
         def solved(state_acc, kept_acc, out_acc):
-            plgpu.wgmma(kept_acc, operand, k_smem.transpose((1, 0)))
+            plgpu.wgmma(kept_acc, operand, kept_keys(smem, at.slot).transpose((1, 0)))
             plgpu.wgmma(
                 out_acc, self.values_of(smem, at), smem.weights.at[at.slot].transpose((1, 0))
             )

@@ -44,9 +44,9 @@ def states(operands: ChunkOperands) -> tuple[jax.Array, jax.Array]:
     Args:
         operands: as for ``outputs``, without q.
     """
-    values, gates = operands["values"], operands["gates"]
-    _, num_values, value_width, width = operands["start"].shape
-    shape = (len(values), num_values, gates.shape[2], value_width, width)
+    values, (_, num_values, value_width, width) = operands["values"], operands["start"].shape
+    batch, length = values.shape[:2]
+    shape = (batch, num_values, length // CHUNK, value_width, width)
     results = {"states": jax.ShapeDtypeStruct(shape, values.dtype)}
     if "inverses" not in operands:
         return _States.run(operands, **results)["states"], values
@@ -236,7 +236,7 @@ class _States(_Forward):
             return read(acc)
 
         def add(acc):
-            plgpu.wgmma(acc, kept, keys_of(smem, at.slot))
+            plgpu.wgmma(acc, kept, kept_keys(smem, at.slot))
             if self.has_delta:
                 self.write(smem, at, solved, gmem.out)
             else:
