@@ -60,6 +60,11 @@ def write_starcoder2(config: ModelConfig) -> dict[str, Any]:
 def read_stablelm(keys: Keys) -> ModelConfig:
     """Reads StableLM: LayerNorm, a quarter of each head rotated; optionally side by side."""
     keys.require("num_key_value_heads")
+    for name, value in (
+        ("norm_eps", keys.number("layer_norm_eps", 1e-5)),
+        ("rope_pct", keys.number("partial_rotary_factor", 0.25)),
+    ):
+        keys.expect(name, (value, None), "it is an older name of another key, which says otherwise")
     is_parallel = keys.flag("use_parallel_residual", False)
     is_normed = keys.flag("qk_layernorm", False)
     return decoder_config(

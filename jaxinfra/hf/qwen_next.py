@@ -65,6 +65,7 @@ def read_qwen3_next(keys: Keys) -> ModelConfig:
 def read_qwen3_5(keys: Keys) -> ModelConfig:
     """Reads the text part of Qwen3.5: layers of Qwen3-Next with dense feed-forward layers."""
     keys.require("num_key_value_heads", "head_dim")
+    keys.ignore("mlp_only_layers")  # all are dense
     keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
     return _with_gated_delta(_attending(keys), keys)
 

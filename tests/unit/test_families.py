@@ -255,6 +255,8 @@ RELEASED = {
     "bloom": {"n_head": None, "num_attention_heads": 4},
     "hunyuan_dense": {"num_experts": 1, "moe_topk": [1] * 3, "num_shared_expert": [1] * 3},
     "falcon": {"ff_factor": 4},
+    "qwen3_5": {"mlp_only_layers": []},
+    "stablelm": {"norm_eps": 1e-5, "rope_pct": 0.25},
     "nemotron_h_odd": {"mamba_expand": 2, "mamba_dt_min": 0.6, "num_query_groups": 1},
 }
 
