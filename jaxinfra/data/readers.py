@@ -264,7 +264,7 @@ def _field(row: Mapping[str, object], where: str, text_field: str) -> str:
         hint = _NAME_FIELD
         if _OF_ANSWERS & row.keys():
             hint += ", or read rows of messages with --chat, of a prompt and its completion with "
-            hint += "data.format=completions, of good and bad answers with --preferences"
+            hint += "--set data.format=completions, of good and bad answers with --preferences"
         raise DataError(f"{where}: no field {text_field!r} among {sorted(row)}; {hint}")
     value = row[text_field]
     if not isinstance(value, str):

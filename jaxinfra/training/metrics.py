@@ -25,7 +25,7 @@ from tensorboardX.summary import scalar
 
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.runtime.files import is_of_type, read_log
 from jaxinfra.training.statistics import flat_statistics
 
@@ -51,6 +51,9 @@ class Callback:
     A hook that raises ``StopTraining`` ends the run with its checkpoint, at most two steps later;
     any other exception ends the run as an error.
 
+    Raises:
+        ConfigError: a class has a method whose name begins with ``on_`` and is no hook's.
+
     Examples:
         >>> class Watch(jaxinfra.Callback):
         ...     def on_step(self, record):
@@ -59,6 +62,15 @@ class Callback:
         >>> Watch().on_step({"step": 3, "gradient_norm": 250.0})  # as train calls it
         large gradient at step 3
     """
+
+    def __init_subclass__(cls) -> None:
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in hooks:
+                raise ConfigError(
+                    f"{cls.__name__}.{name}: a callback has no hook of this name, so nothing would "
+                    f"call it{nearest(name, hooks)}"
+                )
 
     def on_begin(self, run: Path, config: RunConfig) -> None:
         """Called after set-up, before the session's first step.

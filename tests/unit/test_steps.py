@@ -194,3 +194,11 @@ def test_a_mean_of_the_weights_is_kept_evaluated_saved_and_read(config, tmp_path
     np.testing.assert_array_equal(
         np.asarray(read.embedding.table[...], np.float64), table(state.average)
     )
+
+
+def test_a_hook_that_nothing_would_call_is_refused():
+    with pytest.raises(ConfigError, match=r"Late\.on_stepp: .* did you mean 'on_step'"):
+
+        class Late(jaxinfra.Callback):
+            def on_stepp(self, record):
+                pass
