@@ -15,9 +15,12 @@ accumulator.
 
 The gradient of a sum of logarithms is ``q dQ + k later - k earlier``, channel by channel. At a
 chunk's last token it is also what the end's decay multiplies: the state and the kept keys. Of these
-the same products are taken that ``k earlier`` has, as most of both cancel. A block has a
-warpgroup for each sum. The second one also adds the logarithms' gradients up, from the chunk's end
-back, as a product with a triangle of ones, while the others begin the next chunk.
+the same products are taken that ``k earlier`` has, as most of both cancel. A token's product with
+itself cancels, too, but for the rounding of its factors. This shows where nearly all decays are
+below e^-10, so that their gradient is next to nothing.
+
+A block has a warpgroup for each sum. The second one also adds the logarithms' gradients up, from
+the chunk's end back, as a product with a triangle of ones, while the others begin the next chunk.
 
 Dims: B batch, T position, N key heads, M value heads, H key width, V value width, J chunk.
 """
