@@ -167,7 +167,11 @@ def _file(
         return template.encode(model.tokenizer, messages)
 
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
-    requests = [request_of(model, encoded(prompt), **options) for prompt in prompts]
+    requests = [
+        # With their number, so that equal prompts get texts of their own.
+        request_of(model, encoded(prompt), choice=number, **options)
+        for number, prompt in enumerate(prompts)
+    ]
     engine = engine_for(model, requests, consumes=True, share_prefixes=True)
     num_tokens, errors = 0, []
     with contextlib.ExitStack() as closing:

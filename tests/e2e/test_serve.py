@@ -62,6 +62,16 @@ def test_choices_are_seeded_and_differ(client):
     assert len(set(first)) == 3
 
 
+def test_equal_prompts_of_a_call_get_texts_of_their_own(client):
+    settings = dict(
+        model="letters", max_tokens=12, temperature=1.5, extra_body={"ignore_eos": True}
+    )
+    together = client.completions.create(prompt=["ab"] * 3, seed=5, **settings)
+    assert len({each.text for each in together.choices}) == 3
+    alone = client.completions.create(prompt="ab", n=3, seed=5, **settings)
+    assert [each.text for each in alone.choices] == [each.text for each in together.choices]
+
+
 def test_a_conversation_is_rendered_with_its_tools(running, client):
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]

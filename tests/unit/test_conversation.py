@@ -127,6 +127,15 @@ def test_a_file_of_prompts_is_answered_in_its_order(name, model, path, tmp_path)
     assert main(words) == 1  # what is there is not written over
 
 
+@pytest.mark.slow
+def test_equal_prompts_of_a_file_get_texts_of_their_own(path, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("hello\n" * 3)
+    words = ["generate", str(path), "--prompts", str(tmp_path / "a.txt"), "--temperature", "1.5"]
+    assert main([*words, "--max-new-tokens", "12"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len({json.loads(line)["text"] for line in lines}) == 3
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("", "is empty"), ('{"text": 3}\n', "neither a"), ("[1]\n", "is no")],

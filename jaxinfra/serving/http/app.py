@@ -101,6 +101,8 @@ def _said(error: Mapping[str, Any]) -> str:
     where = ".".join(map(str, error["loc"][1:]))
     if error["type"] == "json_invalid":  # whose place is a character's number
         return f"the body is not JSON: {error['ctx']['error']} at character {where}"
+    if error["type"] == "value_error" and not where:  # a rule of this package, which names all
+        return error["msg"].removeprefix("Value error, ")
     return f"{where or 'body'}: {error['msg']}"
 
 

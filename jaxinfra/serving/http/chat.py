@@ -84,7 +84,7 @@ class Chat:
         except ConfigError as error:
             if template:
                 raise
-            self.refusal = str(error)
+            self.refusal = f"{error}; a server's clients send /v1/completions"
         if tool_parser not in ("auto", "none", *TOOL_FORMS):
             known = ", ".join(("auto", "none", *TOOL_FORMS))
             raise ConfigError(f"tool parser {tool_parser!r} is not known; known are {known}")

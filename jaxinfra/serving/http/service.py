@@ -357,14 +357,14 @@ class Service:
                     f"the prompt has {len(prompt)} tokens, and the model's context is "
                     f"{self.context} tokens; shorten it"
                 )
-            for choice in range(body.n):
+            for _ in range(body.n):
                 result.append(
                     GenerationRequest(
                         prompt_ids=prompt,
                         max_new_tokens=max(new, 1),
                         sampling=sampling,
                         seed=seed,
-                        choice=choice,
+                        choice=len(result),  # equal prompts of one call get texts of their own
                         eos_ids=frozenset() if body.ignore_eos else self.eos_ids,
                         stop_ids=frozenset(body.stop_token_ids),
                         stop=body.stops,
