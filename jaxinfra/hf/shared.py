@@ -26,18 +26,18 @@ from jaxinfra.hf.rope import read_rope, write_rope, write_ropes_by_type
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 _OLDER = {"mamba": LINEAR, "attention": FULL}
+# The reference has several names, and ways to compute, of these two functions.
+_GELU = ("gelu", "gelu_python")
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
 _GATED = {
     "silu": MlpKind.SWIGLU,
     "swish": MlpKind.SWIGLU,
-    "gelu": MlpKind.GEGLU,
-    "gelu_pytorch_tanh": MlpKind.GEGLU_TANH,
-    "gelu_new": MlpKind.GEGLU_TANH,
+    **dict.fromkeys(_GELU, MlpKind.GEGLU),
+    **dict.fromkeys(_GELU_TANH, MlpKind.GEGLU_TANH),
 }
 UNGATED = {
-    "gelu_new": MlpKind.GELU_TANH,
-    "gelu_pytorch_tanh": MlpKind.GELU_TANH,
-    "gelu_fast": MlpKind.GELU_TANH,
-    "gelu": MlpKind.GELU,
+    **dict.fromkeys(_GELU_TANH, MlpKind.GELU_TANH),
+    **dict.fromkeys(_GELU, MlpKind.GELU),
     "relu": MlpKind.RELU,
     "relu2": MlpKind.RELU_SQUARED,
     "xielu": MlpKind.XIELU,
