@@ -347,6 +347,7 @@ def test_the_load_generator_measures_what_clients_wait(running, tmp_path, capsys
         rates=[10.0],
         concurrency=[2],
         seconds=0.5,
+        settle=0.0,
         seed=0,
         shared_prefix=8,
         prompt_tokens=bench.Lengths(text="4:12"),
