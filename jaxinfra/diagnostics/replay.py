@@ -154,43 +154,47 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
     keep_compiled_programs(cache_dir)
     job = with_frozen(make_job(config if on_mesh else _alone(config)))
     with cache_for_stages(job.config.mesh.pipe):
-        corpora, batches = _open_data(job, run, cache_dir)
-        restored = _before(job, run, step)
-        first = 0 if restored is None else restored.step
-        excluded = (
-            {*config.reliability.exclude_steps, *excluded_steps(run.incidents_file)}
-            | excluded_batches(restored)
-        )  # fmt: skip
-        if restored is not None and restored.data_state.keys() != {"step"}:  # kept by ``train``
-            batches.restore(restored.data_state)
-        recorded, differences = _recorded(job, run, step)
+        return _replayed(job, run, step=step, cache_dir=cache_dir)
 
-        def start() -> State:
-            return first_state(job) if restored is None else jax.tree.map(jnp.copy, restored.state)
 
-        todo = functools.partial(_steps, job, batches, first=first, last=step, excluded=excluded)
-        before, batch, record = todo(start())
-        sums = rows_checksum(batches.batch(step - 1).tokens, first=0)
-        replayed = Replayed(
-            job=job,
-            corpora=corpora,
-            batches=batches,
-            step=step,
-            first=first,
-            state=before,
-            batch=batch,
-            record=record,
-            recorded=recorded,
-            is_excluded=step in excluded,
-            data_differ=recorded is not None
-            and recorded["batch"] != batch_checksum([sums], copies=1),
-            differences=tuple(differences),
-            tolerances=dict.fromkeys(COMPARED, 0.0),
-        )
-        if not differences or replayed.reproduces is not False or not replayed.is_finite:
-            return replayed
-        twins = [todo(_moved(job, start(), seed=number))[2] for number in range(_TWINS)]
-        return dataclasses.replace(replayed, tolerances=_tolerances(record, twins))
+def _replayed(job: Job, run: RunDirectory, *, step: int, cache_dir: Path) -> Replayed:
+    """Computes the step, and where it differs from the record its twins."""
+    corpora, batches = _open_data(job, run, cache_dir)
+    restored = _before(job, run, step)
+    first = 0 if restored is None else restored.step
+    excluded = (
+        {*job.config.reliability.exclude_steps, *excluded_steps(run.incidents_file)}
+        | excluded_batches(restored)
+    )  # fmt: skip
+    if restored is not None and restored.data_state.keys() != {"step"}:  # kept by ``train``
+        batches.restore(restored.data_state)
+    recorded, differences = _recorded(job, run, step)
+
+    def start() -> State:
+        return first_state(job) if restored is None else jax.tree.map(jnp.copy, restored.state)
+
+    todo = functools.partial(_steps, job, batches, first=first, last=step, excluded=excluded)
+    before, batch, record = todo(start())
+    sums = rows_checksum(batches.batch(step - 1).tokens, first=0)
+    replayed = Replayed(
+        job=job,
+        corpora=corpora,
+        batches=batches,
+        step=step,
+        first=first,
+        state=before,
+        batch=batch,
+        record=record,
+        recorded=recorded,
+        is_excluded=step in excluded,
+        data_differ=recorded is not None and recorded["batch"] != batch_checksum([sums], copies=1),
+        differences=tuple(differences),
+        tolerances=dict.fromkeys(COMPARED, 0.0),
+    )
+    if not differences or replayed.reproduces is not False or not replayed.is_finite:
+        return replayed
+    twins = [todo(_moved(job, start(), seed=number))[2] for number in range(_TWINS)]
+    return dataclasses.replace(replayed, tolerances=_tolerances(record, twins))
 
 
 def _alone(config: RunConfig) -> RunConfig:

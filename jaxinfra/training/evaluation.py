@@ -296,21 +296,12 @@ def evaluate_run(
     """
     run = RunDirectory(directory)
     as_it_is = run.read_config()
-    data = as_it_is.data
     if not run.tokenizer_file.exists():
         raise ConfigError(f"{directory} has no tokenizer.json: the run was stopped before it began")
     keep_compiled_programs(cache_dir)
+    data = as_it_is.data
     if source is not None:
-        # As both sides: the run's own training text, which may be gone, is not needed.
-        data = dataclasses.replace(
-            data,
-            source=source,
-            heldout_source=source,
-            text_field=text_field or data.text_field,
-            mixture=(),
-            validation=(),
-            best_by=None,
-        )
+        data = _held_out(source, data, text_field)
     config = dataclasses.replace(as_it_is, mesh=mesh, data=data)
     job = with_frozen(make_job(config))
     corpora = open_data(
@@ -344,6 +335,19 @@ def evaluate_run(
         evaluation=result.ranking,
         sets=result.sets if len(result.sets) > 1 else {},
         baseline=compressed_bits_per_byte(corpora.ranking_documents()),
+    )
+
+
+def _held_out(source: str, data: DataConfig, text_field: str | None) -> DataConfig:
+    """A text as both sides: the run's own training text, which may be gone, is not needed."""
+    return dataclasses.replace(
+        data,
+        source=source,
+        heldout_source=source,
+        text_field=text_field or data.text_field,
+        mixture=(),
+        validation=(),
+        best_by=None,
     )
 
 

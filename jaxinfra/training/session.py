@@ -100,7 +100,6 @@ def train(
         rank = 0 if cluster is None else cluster.process_id
         faults.arm(os.environ, rank=rank, attempt=attempt())
         keep_compiled_programs(cache_dir)
-        resources.enter_context(cache_for_stages(given.mesh.pipe))
         progress = resources.enter_context(Progress(every=given.training.log_every, quiet=rank > 0))
         session = _Session(
             config=_fitting(given, own, progress),
@@ -148,6 +147,7 @@ class _Session:
                     "raise training.steps"
                 )
                 return Outcome(summary=summary, step=steps, was_complete=True, together=True)
+            self.resources.enter_context(cache_for_stages(config.mesh.pipe))
             trainer = self._set_up()
             done = dataclasses.replace(trainer.run(), together=True)
             for callback in self.callbacks:
