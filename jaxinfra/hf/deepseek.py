@@ -21,7 +21,12 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.rope import yarn_temperature
 from jaxinfra.hf.shared import decoder_config, decoder_keys
-from jaxinfra.hf.sparse import expert_keys, read_experts_after_dense, read_sigmoid_routing
+from jaxinfra.hf.sparse import (
+    expert_keys,
+    fewest_experts,
+    read_experts_after_dense,
+    read_sigmoid_routing,
+)
 from jaxinfra.hf.weights import DEEPSEEK, Family
 
 _IGNORED = (
@@ -152,10 +157,13 @@ def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(config: ModelConfig) -> ExpertsConfig:
-    for block in config.blocks:
-        if isinstance(block.feed_forward, ExpertsConfig):
-            return block.feed_forward
-    raise ConfigError("latent attention with experts is what these write")
+    layers = [block.feed_forward for block in config.blocks]
+    for layer in layers:
+        if isinstance(layer, ExpertsConfig):
+            return layer
+    if isinstance(layers[0], MlpConfig):
+        return fewest_experts(layers[0])
+    raise ConfigError(f"{type(layers[0]).__name__}: experts or dense layers are what these write")
 
 
 def _keys(config: ModelConfig) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
     return {
         **qwen_keys(alike),
         **linear,
-        "shared_expert_intermediate_size": max(shared, default=0),
+        "shared_expert_intermediate_size": max(shared, default=1),
     }
 
 

@@ -235,7 +235,7 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
         **window_keys(config),
         "qkv_bias": attention.qkv_bias,
         "max_window_layers": config.num_layers,
-        "shared_expert_intermediate_size": experts.shared_hidden_dim,
+        "shared_expert_intermediate_size": max(experts.shared_hidden_dim, 1),
     }
 
 
@@ -315,13 +315,23 @@ def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
 def layers_of(
     config: ModelConfig,
 ) -> tuple[GroupedAttentionConfig, ExpertsConfig, MlpConfig | None]:
-    """Reads attention, experts, and dense layers where the model has some."""
+    """Reads attention, experts, and dense layers where the model has some.
+
+    A model without experts has the fewest, for the keys of architectures that may have some.
+    """
     attention = config.blocks[0].mixer
     feed_forwards = {type(block.feed_forward): block.feed_forward for block in config.blocks}
     experts, dense = feed_forwards.get(ExpertsConfig), feed_forwards.get(MlpConfig)
+    if experts is None and isinstance(dense, MlpConfig):
+        experts = fewest_experts(dense)
     if not isinstance(attention, GroupedAttentionConfig) or not isinstance(experts, ExpertsConfig):
         raise ConfigError("experts over grouped attention are what these write")
     return attention, experts, dense if isinstance(dense, MlpConfig) else None
+
+
+def fewest_experts(dense: MlpConfig) -> ExpertsConfig:
+    """Returns experts for the keys of a model whose layers are all dense."""
+    return ExpertsConfig(num_experts=2, top_k=1, hidden_dim=dense.hidden_dim, kind=dense.kind)
 
 
 def as_wide(experts: ExpertsConfig) -> MlpConfig:

@@ -173,8 +173,8 @@ def write_ernie_moe(config: ModelConfig) -> dict[str, Any]:
     _, experts, _ = layers_of(config)
     _, keys = experts_keys(config)
     has = routes(config)
-    first = has.index(True)
-    last = len(has) - 1 - has[::-1].index(True)
+    first = has.index(True) if any(has) else len(has)
+    last = len(has) - 1 - (has[::-1].index(True) if any(has) else 0)
     every = next((n for n in range(1, len(has) + 1) if _at(has, first, last, n)), 1)
     keys = renamed(
         keys, num_experts="moe_num_experts", num_experts_per_tok="moe_k", norm_topk_prob=None

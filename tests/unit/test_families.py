@@ -341,6 +341,23 @@ def test_a_hybrid_whose_layers_all_attend_is_written(name, keys):
     assert from_hf_config(to_hf_config(config, model_type=values["model_type"])) == config
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("glm4_moe", {"first_k_dense_replace": 9}),
+        ("dots1", {"first_k_dense_replace": 9}),
+        ("llama4", {"moe_layers": []}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 9}),
+        ("qwen3_next", {"mlp_only_layers": [0, 1, 2]}),
+    ],
+)
+def test_a_model_of_experts_whose_layers_are_all_dense_is_written(name, keys):
+    values = described(name)["config"] | keys
+    config = from_hf_config(values)
+    assert all(isinstance(block.feed_forward, MlpConfig) for block in config.layers)
+    assert from_hf_config(to_hf_config(config, model_type=values["model_type"])) == config
+
+
 def test_a_ministral_whose_queries_do_not_grow_is_written():
     values = json.loads(json.dumps(described("ministral3")["config"]))
     values["rope_parameters"]["llama_4_scaling_beta"] = 0.0
