@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,16 @@ from jaxinfra.checkpoint.tensor_files import write_tensor_files
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.hf.config import to_hf_config
-from jaxinfra.hf.mapping import Tensor, weight_map
+from jaxinfra.hf.mapping import weight_map
 from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.model import find_model
+from jaxinfra.quantize.recipes import DEFAULT_GROUP, config_of, quantization_recipe
 
 _LIMIT_S = 560.0
+_STD = 0.02  # of weights
+_SPREAD = 80.0  # of their codes in e4m3, which end at 448: beyond 5 of it
 _POOL = re.compile(r"KV cache of ([\d,]+) tokens")
 _MADE = re.compile(r"all (\d+) programs: (\d+) compiled")
 _WHERE = re.compile(r" at (http://\S+):")
@@ -122,33 +125,41 @@ def _ask(url: str, body: dict[str, Any] | None = None) -> None:
         answer.read()
 
 
-def written(name: str, place: pathlib.Path) -> pathlib.Path:
-    """Writes a preset with random weights in bf16 as a Hugging Face directory."""
+def written(name: str, place: pathlib.Path, *, in_8_bits: bool = False) -> pathlib.Path:
+    """Writes a preset with random weights as a Hugging Face directory: in bf16, or with projections
+    as ``jaxinfra quantize --recipe w8a8-fp8`` writes them.
+    """
     config = find_model(name).config
     policy = stored_as_computed(POLICIES[PolicyName.BF16])
     definition = define_model(config, execution_on(policy=policy))
     values = to_hf_config(config) | {"torch_dtype": "bfloat16"}
     weights = weight_map(values["model_type"], config, definition.arrays)
-    dtype = np.dtype(policy.compute)
-    block = np.random.default_rng(0).normal(0.0, 0.02, 1 << 24).astype(np.float32).astype(dtype)
+    dtype, code, scale = np.dtype(policy.compute), np.dtype("float8_e4m3fn"), np.dtype("float32")
+    normal = np.random.default_rng(0).normal(0.0, 1.0, 1 << 24).astype(np.float32)
+    block, codes = (_STD * normal).astype(dtype), (_SPREAD * normal).astype(code)
 
-    def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
-        size = math.prod(tensor.shape)
+    def pieces(block: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+        size = math.prod(shape)
         for start in range(0, size, block.size):
             yield block[: min(block.size, size - start)]
 
+    tensors: dict[str, tuple[tuple[int, ...], np.dtype, Callable[[], Iterator[np.ndarray]]]] = {}
+    for each, tensor in weights.tensors.items():
+        shape = tensor.shape
+        if in_8_bits and each.endswith("_proj.weight"):
+            tensors[each] = (shape, code, functools.partial(pieces, codes, shape))
+            of_rows = np.full((shape[0], 1), _STD / _SPREAD, scale)
+            tensors[f"{each}_scale"] = (of_rows.shape, scale, functools.partial(iter, [of_rows]))
+        else:
+            tensors[each] = (shape, dtype, functools.partial(pieces, block, shape))
+    if in_8_bits:
+        recipe = quantization_recipe("w8a8-fp8", group=DEFAULT_GROUP)
+        values["quantization_config"] = config_of(recipe, kept=["lm_head"])
     directory = place / name
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(values))
     _write_tokens(directory / "tokenizer.json", config.vocab_size)
-    write_tensor_files(
-        directory,
-        {
-            each: (tensor.shape, dtype, functools.partial(pieces, tensor))
-            for each, tensor in weights.tensors.items()
-        },
-        max_shard_bytes=4 << 30,
-    )
+    write_tensor_files(directory, tensors, max_shard_bytes=4 << 30)
     return directory
 
 
