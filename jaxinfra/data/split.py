@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, final
 
@@ -17,6 +18,19 @@ from jaxinfra.errors import DataError
 # is the smallest share: 17% of the bytes. Without one, a generated file (pydoc_data/topics.py)
 # would be half of them, and every held-out figure mostly a figure of that file.
 _SALT = "jaxinfra/"
+_TOLD_EVERY_S = 10.0
+
+
+def _told(documents: Iterator[Document], spec: str) -> Iterator[Document]:
+    """Passes documents on, and prints now and then how many there were: large texts take long."""
+    told_at, num_chars = time.monotonic(), 0
+    for number, document in enumerate(documents, start=1):
+        yield document
+        num_chars += len(document.text)
+        if time.monotonic() - told_at > _TOLD_EVERY_S:
+            told_at = time.monotonic()
+            so_far = f"{number:,} documents, {num_chars / 1e6:,.0f} million characters"
+            print(f"reading {spec}: {so_far}", file=sys.stderr, flush=True)
 
 
 @final
@@ -55,7 +69,8 @@ class Split:
 
     def _of(self, source: Source) -> Iterator[Document]:
         is_text = self.config.format is DataFormat.TEXT
-        return source.documents(text_field=self.config.text_field if is_text else None)
+        found = source.documents(text_field=self.config.text_field if is_text else None)
+        return _told(found, source.spec)
 
     def _is_heldout(self, name: str) -> bool:
         return name_hash(name) < self._limit

@@ -11,6 +11,7 @@ import tokenizers
 
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
 from jaxinfra.data import corpus as corpus_module
+from jaxinfra.data import split as split_module
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.split import name_hash
 from jaxinfra.data.token_arrays import write_token_arrays
@@ -65,6 +66,13 @@ def test_every_document_is_on_one_side_exactly(texts: Path, cache: Path, kind: T
         assert corpus.tokenizer.decode(corpus.heldout.document(i)).encode() == data
     assert corpus.heldout.num_bytes == sum(map(len, heldout.values()))
     assert corpus.train.num_bytes == sum(map(len, train))
+
+
+def test_large_texts_are_told_of_while_they_are_read(texts: Path, cache: Path, monkeypatch, capsys):
+    monkeypatch.setattr(split_module, "_TOLD_EVERY_S", -1.0)  # after every document
+    open_it(texts, cache)
+    told = capsys.readouterr().err.splitlines()
+    assert f"reading {texts}: 40 documents, 0 million characters" in told
 
 
 def test_a_document_stays_on_its_side_when_others_come(texts: Path, cache: Path):
