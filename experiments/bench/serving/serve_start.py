@@ -42,7 +42,7 @@ _LIMIT_S = 560.0
 _STD = 0.02  # of weights
 _SPREAD = 80.0  # of their codes in e4m3, which end at 448: beyond 5 of it
 _POOL = re.compile(r"KV cache of ([\d,]+) tokens")
-_MADE = re.compile(r"all (\d+) programs: (\d+) compiled")
+_MADE = re.compile(r"programs are ready: (\d+) compiled, (\d+) kept")
 _WHERE = re.compile(r" at (http://\S+):")
 
 
@@ -92,8 +92,8 @@ def measure(directory: pathlib.Path, cache: pathlib.Path, kind: str, options: li
         healthy_s=round(healthy, 2),
         first_token_s=round(answered, 3),
         whole_s=whole and round(whole, 2),
-        programs=int(made[1]) if made else None,
-        compiled=int(made[2]) if made else None,
+        programs=int(made[1]) + int(made[2]) if made else None,
+        compiled=int(made[1]) if made else None,
         pool_tokens=int(pool[1].replace(",", "")) if pool else 0,
     )
 
