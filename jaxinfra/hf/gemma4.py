@@ -196,7 +196,8 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
             "moe_intermediate_size": fed.hidden_dim,
         }
         fed = MlpConfig(hidden_dim=fed.shared_hidden_dim, kind=fed.kind)
-    assert isinstance(fed, MlpConfig), "the model's own layers"
+    if not isinstance(fed, MlpConfig):
+        raise ConfigError(f"{type(fed).__name__}: dense layers are what this writes")
     keys = with_ropes_by_type(decoder_keys(config, mlp=fed), config)
     return keys | {
         "hidden_activation": keys.pop("hidden_act"),

@@ -34,8 +34,13 @@ def read_llama(keys: Keys) -> ModelConfig:
 
 
 def write_llama(config: ModelConfig) -> dict[str, Any]:
-    """Writes Llama; inverse of ``read_llama``."""
+    """Writes Llama; inverse of ``read_llama`` for the models that the reference reads too."""
     attention, mlp = dense_block(config)
+    if config.model_dim % attention.num_q_heads:
+        raise ConfigError(
+            f"model_dim={config.model_dim} is not a multiple of num_q_heads="
+            f"{attention.num_q_heads}, which the reference asks of Llama"
+        )
     return decoder_keys(config) | {"attention_bias": attention.out_bias, "mlp_bias": mlp.bias}
 
 

@@ -66,6 +66,12 @@ def write_seed_oss(config: ModelConfig) -> dict[str, Any]:
 def read_helium(keys: Keys) -> ModelConfig:
     """Reads Helium: neighbours are rotated."""
     keys.require("num_key_value_heads", "head_dim")
+    heads, head_dim = keys.integer("num_attention_heads"), keys.integer("head_dim")
+    if heads * head_dim != keys.integer("hidden_size"):
+        raise ConfigError(
+            f"head_dim={head_dim} of num_attention_heads={heads}: all heads of this architecture "
+            "are as wide together as hidden_size"
+        )
     return decoder_config(
         keys,
         pairs=RopePairs.NEIGHBOURS,

@@ -358,6 +358,19 @@ def test_a_model_of_experts_whose_layers_are_all_dense_is_written(name, keys):
     assert from_hf_config(to_hf_config(config, model_type=values["model_type"])) == config
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "other"),
+    [
+        ("ernie4_5", {"head_dim": 12}, "ernie4_5"),  # Helium's heads are as wide as the model
+        ("seed_oss", {"attention_bias": False, "num_attention_heads": 6}, "mistral"),
+        ("granite", {"attention_multiplier": 0.0}, "granite"),  # Gemma's writer divides by it
+    ],
+)
+def test_a_model_is_written_as_an_architecture_that_the_reference_reads(name, keys, other):
+    config = from_hf_config(described(name)["config"] | keys)
+    assert to_hf_config(config)["model_type"] == other
+
+
 def test_a_ministral_whose_queries_do_not_grow_is_written():
     values = json.loads(json.dumps(described("ministral3")["config"]))
     values["rope_parameters"]["llama_4_scaling_beta"] = 0.0
@@ -398,6 +411,7 @@ def test_a_model_whose_layers_are_not_rotated_is_written():
         ("olmo2", "clip_qkv", 8.0, "unknown keys"),
         ("granite", "residual_multiplier", 0.0, "positive"),
         ("granite", "logits_scaling", 0, "logits_scaling=0 must be positive"),
+        ("helium", "head_dim", 12, "as wide together as hidden_size"),
         ("olmo2", "num_attention_heads", 0, "num_attention_heads=0 must be positive"),
         ("olmo2", "num_hidden_layers", 0, "num_hidden_layers=0 must be positive"),
         ("mamba2", "time_step_limit", [0.1], "the least and the largest"),
