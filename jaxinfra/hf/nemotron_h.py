@@ -19,7 +19,13 @@ from jaxinfra.config.model import (
 from jaxinfra.config.recurrent import NoMixer, StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.keys import Keys
-from jaxinfra.hf.mamba import LARGEST_STEP, MAMBA2, read_step_limit, state_space
+from jaxinfra.hf.mamba import (
+    LARGEST_STEP,
+    MAMBA2,
+    read_step_limit,
+    smallest_mixer,
+    state_space,
+)
 from jaxinfra.hf.shared import (
     ACTIVATION_NAMES,
     FULL,
@@ -156,9 +162,9 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
     found: Mapping[type, Any] = {
         type(each): each for block in config.blocks for each in (block.mixer, block.feed_forward)
     }
-    mixer, routed = found.get(StateSpaceConfig), found.get(ExpertsConfig)
-    if not isinstance(mixer, StateSpaceConfig) or any(b.num_layers > 1 for b in config.blocks):
-        raise ConfigError("layers of one branch, some with a state space, are what this writes")
+    mixer, routed = found.get(StateSpaceConfig) or smallest_mixer(config), found.get(ExpertsConfig)
+    if any(block.num_layers > 1 for block in config.blocks):
+        raise ConfigError("layers of one branch are what this writes")
     least, most = mixer.step_limit or (0.0, LARGEST_STEP)
     if most != LARGEST_STEP:
         raise ConfigError(f"step_limit={mixer.step_limit}: only a lower bound is what this writes")
@@ -167,21 +173,11 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
     )
     kind = MlpKind.RELU_SQUARED if routed is None else routed.kind
     dense = found.get(MlpConfig) or MlpConfig(hidden_dim=config.model_dim, kind=kind)
-    kinds: Mapping[type, str] = {
-        StateSpaceConfig: LINEAR,
-        GroupedAttentionConfig: FULL,
-        MlpConfig: _MLP,
-        ExpertsConfig: _EXPERTS,
-    }
-    names = [
-        kinds[type(b.feed_forward if isinstance(b.mixer, NoMixer) else b.mixer)]
-        for b in config.layers
-    ]
     return {
         **{
             name: value for name, value in model_keys(config).items() if name != "num_hidden_layers"
         },
-        "layers_block_type": names,
+        "layers_block_type": [_name(block) for block in config.layers],
         "max_position_embeddings": config.max_positions,
         "num_attention_heads": attention.num_q_heads,
         "num_key_value_heads": attention.num_kv_heads,
@@ -200,6 +196,20 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": config.final_norm.epsilon,
         **({} if routed is None else _experts_keys(routed)),
     }
+
+
+def _name(block: BlockConfig) -> str:
+    """Returns the name of the kind of a layer's one branch."""
+    kinds: Mapping[type, str] = {
+        StateSpaceConfig: LINEAR,
+        GroupedAttentionConfig: FULL,
+        MlpConfig: _MLP,
+        ExpertsConfig: _EXPERTS,
+    }
+    branch = block.feed_forward if isinstance(block.mixer, NoMixer) else block.mixer
+    if type(branch) not in kinds:
+        raise ConfigError(f"{type(branch).__name__}: no kind of layer that this writes")
+    return kinds[type(branch)]
 
 
 def _experts_keys(routed: ExpertsConfig) -> dict[str, Any]:

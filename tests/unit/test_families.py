@@ -332,6 +332,7 @@ def test_another_part_of_a_head_than_by_default_is_written(name):
         ("granite_hybrid", {"layer_types": ["attention"] * 4}),
         ("lfm2", {"layer_types": ["full_attention"] * 4}),
         ("qwen3_next", {"layer_types": ["full_attention"] * 3}),
+        ("nemotron_h", {"layers_block_type": ["full_attention", "mlp"], "num_hidden_layers": 2}),
     ],
 )
 def test_a_hybrid_whose_layers_all_attend_is_written(name, keys):
