@@ -118,7 +118,8 @@ class OwnData:
             return None
         sets = validation if isinstance(validation, Mapping) else {OWN: validation}
         sets = {} if validation is None else sets
-        for name, each in {**sets, **({} if data is None else {"data": data})}.items():
+        given = {"validation" if n == OWN else f"validation {n}": each for n, each in sets.items()}
+        for name, each in {**given, **({} if data is None else {"data": data})}.items():
             if not isinstance(each, Iterable) or isinstance(each, str | bytes | Mapping):
                 raise ConfigError(
                     f"{name}={each!r:.60} is a {type(each).__name__}; give an iterable of batches, "
@@ -126,7 +127,7 @@ class OwnData:
                 )
             if name != "data" and isinstance(each, Iterator):
                 raise ConfigError(
-                    f"validation {name}={each!r:.60} can be read only once, and every evaluation "
+                    f"{name}={each!r:.60} can be read only once, and every evaluation "
                     "reads it from its start; give a list, or an object whose __iter__ begins anew"
                 )
         return cls(data=data, validation=sets)

@@ -143,6 +143,8 @@ def test_a_state_that_no_checkpoint_holds_is_refused():
     [
         ("texts/", None, "data='texts/' is a str"),
         (3, None, "data=3 is a int"),
+        (None, 3, "^validation=3 is a int"),
+        (None, {"books": "x"}, "^validation books='x' is a str"),
         (None, iter([rows(0)]), "can be read only once"),
     ],
 )
