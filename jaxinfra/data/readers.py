@@ -263,7 +263,9 @@ def _field(row: Mapping[str, object], where: str, text_field: str) -> str:
     if text_field not in row:
         hint = _NAME_FIELD
         if _OF_ANSWERS & row.keys():
-            hint += ", or read rows of messages with --chat, of a prompt and its completion with "
+            hint += (
+                "; train reads rows of messages with --chat, of a prompt and its completion with "
+            )
             hint += "--set data.format=completions, of good and bad answers with --preferences"
         raise DataError(f"{where}: no field {text_field!r} among {sorted(row)}; {hint}")
     value = row[text_field]
