@@ -245,6 +245,32 @@ def limits():
     num_drafts=st.sampled_from([0, 0, 3]),
     padding=st.sampled_from([0, 256]),
 )
+# The third request's admission drops the snapshot that the second one goes on from.
+@hypothesis.example(
+    limits=SchedulerLimits(
+        num_pages=12,
+        page_size=4,
+        max_running=4,
+        max_step_tokens=24,
+        max_positions=40,
+        row_sizes=(1, 2, 4),
+        chunk_sizes=(4, 8),
+        max_piece_rows=2,
+        share_prefixes=True,
+        long_context=9,
+        has_states=True,
+        num_snapshots=2,
+    ),
+    arrivals=[
+        (0, GenerationRequest(prompt_ids=(3, 0, 3, 1, 0, 0, 0, 0), max_new_tokens=3)),
+        (0, GenerationRequest(prompt_ids=(3, 0, 3, 1, 0, 0, 0, 0), max_new_tokens=2)),
+        (0, GenerationRequest(prompt_ids=(3, 0, 3, 1, 0, 0), max_new_tokens=1)),
+    ],
+    cancels=[],
+    delay=0,
+    num_drafts=3,
+    padding=0,
+)
 @hypothesis.settings(max_examples=150)
 def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num_drafts, padding):
     limits = dataclasses.replace(

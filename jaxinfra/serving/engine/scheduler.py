@@ -223,7 +223,7 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[RequestStream], budget: int) -> StepPlan:
         """Plans one call for chunks of prompts: first those under way, then newly admitted ones."""
-        length, chosen = 0, list[tuple[RequestStream, int]]()
+        length, chosen, rows = 0, list[tuple[RequestStream, int]](), list[PlannedRow]()
         source = iter(prompts)
         while True:
             room = self._piece_rows(length, budget)
@@ -252,6 +252,10 @@ class Scheduler:
                 count = min(count, min(ends) - stream.computed)
             chosen.append((stream, count))
             self._planned.add(stream)
+            if self.limits.has_states:  # the next admission may drop the state that it goes on from
+                rows.append(self._row(stream, count=count, is_sampled=count == left))
+        if self.limits.has_states:
+            return dataclasses.replace(plan, chunks=rows, chunk_length=length)
         number = self._filled_rows(len(chosen), length)
         self._planned.difference_update(stream for stream, _ in chosen[number:])
         rows = [
@@ -265,8 +269,6 @@ class Scheduler:
 
         All of them if padding them to the next program takes no longer than the weights' reading.
         """
-        if self.limits.has_states:
-            return number  # what an admitted request goes on from may be gone by the next step
         filled = [rows for rows in self.limits.row_sizes if rows <= number]
         padding = (self.limits.rows(number) - number) * length if number else 0
         return filled[-1] if filled and padding > _MOST_PADDING else number
