@@ -292,6 +292,13 @@ def test_a_choice_of_tools_is_enforced(form, tmp_path):
         asked_once(tmp_path, call, form=form, tool_choice=other, **both)
 
 
+def test_a_tool_whose_schema_is_none_is_named(tmp_path):
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "objekt"}}}
+    with pytest.raises(AssertionError, match=r"odd.*: its parameters: .*objekt") as told:
+        asked_once(tmp_path, "", tools=[TOOL, odd], tool_choice="required")
+    assert "start:" not in str(told.value), "nothing of a grammar that the client did not write"
+
+
 def test_tool_choice_none_offers_no_tools(tmp_path):
     text = spelled_calls("hermes", [("look", {"city": "Rome"})])
     served, told = asked_once(tmp_path, text, tools=[TOOL], tool_choice="none")

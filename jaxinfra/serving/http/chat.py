@@ -1,13 +1,14 @@
 """Renders conversations by the model's chat template, and says how answers are parsed."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
 from jaxinfra.data.chat_template import ChatTemplate, check_message
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.engine.grammar import GrammarCompiler, StructureKind
 from jaxinfra.serving.engine.requests import Constraint
 from jaxinfra.serving.engine.token_rules import AfterReasoning
@@ -185,10 +186,20 @@ class Chat:
         return StructureKind.GRAMMAR, grammar
 
     def constraint(self, turn: ChatTurn, compiler: GrammarCompiler) -> Constraint | None:
-        """Makes the constraint of an answer's structure, which applies after any reasoning."""
+        """Makes the constraint of an answer's structure, which applies after any reasoning.
+
+        Raises:
+            DataError: the structure, or the schema of a tool that must be called, is not one.
+        """
         if turn.structure is None:
             return None
-        inner = compiler.compile(*turn.structure)
+        try:
+            inner = compiler.compile(*turn.structure)
+        except DataError:
+            # The grammar of calls is not the client's own: the schema within it is.
+            for name, schema in turn.schemas.items() if turn.must_call else ():
+                _require_schema(compiler, name, schema)
+            raise
         tokenizer = self._tokenizer
         given = {"num_ids": compiler.num_ids, "eos_ids": tokenizer.end_ids}
         if turn.form is not None and turn.form.reads_reasoning:
@@ -209,3 +220,10 @@ class Chat:
         if not is_harmony or not said or "thinking" in message or message.get("content"):
             return message
         return message | {"thinking": said}
+
+
+def _require_schema(compiler: GrammarCompiler, name: str, schema: Mapping[str, Any]) -> None:
+    try:
+        compiler.compile(StructureKind.JSON_SCHEMA, json.dumps(schema))
+    except DataError as error:
+        raise DataError(f"tool {name!r}: its parameters: {error}") from error
