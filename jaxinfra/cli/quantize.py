@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         metavar="TEXT",
         type=Path,
-        help="text file whose activations are used to choose scales and measure errors",
+        help="text file (no rows) whose activations are used to choose scales and measure errors",
     )
     parser.add_argument(
         "--calibration-tokens",

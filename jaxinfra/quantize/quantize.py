@@ -33,6 +33,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.checkpoint.tensor_files import write_tensor_files
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.data.readers import is_one_document
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.hf import WeightMap, quantization_of, weight_map
@@ -157,8 +158,13 @@ def calibration_ids(
     """Returns token ids of a text's beginning, int32 [sequences, length].
 
     Raises:
-        DataError: no such text, or one shorter than a sequence.
+        DataError: no such text, rows in its place, or one shorter than a sequence.
     """
+    if not is_one_document(file.name):
+        raise DataError(
+            f"{file} holds rows, whose names and marks are no text; write the text of some of them "
+            "to a file that ends in .txt"
+        )
     tokenizer = Tokenizer.load(tokenizer_directory / "tokenizer.json")
     try:
         text = file.read_text(encoding="utf-8")

@@ -28,7 +28,12 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize.equivalence import scaled_inputs
 from jaxinfra.quantize.layers import CalibrationModel
 from jaxinfra.quantize.prepare import awq_scales, clipped_ranges, output_error, smooth_scales
-from jaxinfra.quantize.quantize import SourceModel, quantize_model, source_model
+from jaxinfra.quantize.quantize import (
+    SourceModel,
+    calibration_ids,
+    quantize_model,
+    source_model,
+)
 from jaxinfra.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
 from jaxinfra.quantize.statistics import statistics_of
 from jaxinfra.serving.load import load
@@ -218,3 +223,9 @@ def test_configs_say_what_the_files_hold(name):
 def test_the_command_says_what_is_missing(tmp_path, capsys):
     assert main(["quantize", str(tmp_path), str(tmp_path / "out"), "--recipe", "w8a8"]) == 1
     assert "--recipe w8a8 needs a text: add --calibrate FILE" in capsys.readouterr().err
+
+
+def test_rows_are_no_calibration_text(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match="holds rows"):
+        calibration_ids(tmp_path / "rows.jsonl", tmp_path, sequence_length=8, num_sequences=1)
