@@ -263,10 +263,13 @@ def measured(monkeypatch):
         for name, tiles, ms in (("apart", {}, 1.0), ("fused", dataclasses.asdict(config), 0.1))
     ]
     monkeypatch.setattr(tables, "find", lambda folder, question: tuple(rows))
-    choice._fused.cache_clear()
+    kept = choice._fused, choice._quantized, choice._skinny
+    for each in kept:
+        each.cache_clear()
     with device.compiling_for(device.H200):
         yield calls
-    choice._fused.cache_clear()
+    for each in kept:
+        each.cache_clear()
 
 
 @pytest.mark.parametrize(("which", "config"), [(0, FUSED), (1, QUANTIZED)])

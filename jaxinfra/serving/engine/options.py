@@ -103,15 +103,15 @@ class EngineOptions:
     def _row_sizes(self, max_running: int, batch_shards: int) -> tuple[int, ...]:
         """Returns the numbers of rows that programs have, ascending, multiples of the shards."""
         sizes = [batch_shards]
-        beside = (self.max_step_tokens - max_running) // self.chunk_sizes[-1]
-        if min(beside, self.max_piece_rows) // batch_shards in (2, 3):
-            sizes.append(2 * batch_shards)  # of the longest chunks: a call of four has no room
         finest = -(-_FINEST_ROWS // batch_shards) * batch_shards
         while sizes[-1] < max_running:
             last = sizes[-1]
             # Padding costs nothing as long as weights are most of what a step reads.
             following = last * (4 if last < 64 else 2) if last < 2 * finest else last + finest
             sizes.append(min(max_running, following))
+        beside = (self.max_step_tokens - max_running) // self.chunk_sizes[-1]
+        if min(beside, self.max_piece_rows, max_running - 1) // batch_shards in (2, 3):
+            sizes.insert(1, 2 * batch_shards)  # of the longest chunks: a call of four has no room
         return tuple(sizes)
 
     def with_host(
