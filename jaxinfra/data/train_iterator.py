@@ -164,7 +164,8 @@ class TrainIterator:
             if state.get(name) != value:
                 raise DataError(
                     f"the saved data order had {name}={state.get(name)!r}, this run has {value!r}; "
-                    "resume with the same data, tokenizer, sequence length, batch size and seed"
+                    "resume with the same data, tokenizer, sequence length, batch size and seed, "
+                    "or train the run's model on others in a new run (--init RUN)"
                 )
         step = state.get("step")
         if not isinstance(step, int) or not 0 <= step < _NUM_STEPS:
