@@ -24,7 +24,7 @@ import jax
 from jaxinfra.checkpoint import directory_layout
 from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.config.data import DataConfig
+from jaxinfra.config.data import OWN_SOURCE, DataConfig, DataFormat
 from jaxinfra.data.sources import scan
 from jaxinfra.diagnostics.data_audit import audit
 from jaxinfra.diagnostics.machine.examine import machine_findings
@@ -100,12 +100,22 @@ def _machine(args: argparse.Namespace) -> int:
 
 def _data(args: argparse.Namespace, directory: RunDirectory) -> int:
     """Prints unreadable and unusual documents of a run's training source or of a named source."""
-    spec, text_field = str(args.run), DataConfig().text_field
+    data = DataConfig(source=str(args.run))
     if directory.config_file.is_file():
         data = directory.read_config().data
-        spec, text_field = data.source, data.text_field
+        if data.source == OWN_SOURCE:
+            raise ConfigError(
+                f"{args.run}: a script gave the batches (jaxinfra.train(..., data=...)), or "
+                "jaxinfra rl sampled them, so it has no source of documents; name one"
+            )
+    field = args.text_field or data.text_field
+    text_field = field if data.format is DataFormat.TEXT else None  # others: rows as JSON
     refused: list[str] = []
-    documents = scan(spec).documents(text_field=args.text_field or text_field, refused=refused)
+    documents = (
+        document
+        for source in [each.source for each in data.mixture] or [data.source]
+        for document in scan(source).documents(text_field=text_field, refused=refused)
+    )
     found = audit(documents).findings()
     for each in refused:
         print(each, file=sys.stderr)

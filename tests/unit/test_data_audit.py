@@ -1,9 +1,13 @@
 """Odd documents are counted and named; ordinary text raises no alarm."""
 
+import dataclasses
 import json
 import random
 
 from jaxinfra.cli.main import main
+from jaxinfra.config import codec
+from jaxinfra.config.mixture import MixtureSource
+from jaxinfra.config.presets import run_preset
 from jaxinfra.data.readers import Document
 from jaxinfra.diagnostics.data_audit import audit
 from jaxinfra.diagnostics.machine.finding import Grade
@@ -51,3 +55,15 @@ def test_the_command_reads_a_source(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["grade"] == "warn"
     assert "copy.txt is 0.txt" in found["findings"][0]["value"]
+
+
+def test_the_command_reads_what_a_run_reads(tmp_path, capsys):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.txt").write_text("a text of two sources\n")
+    parts = tuple(MixtureSource(name=n, source=str(tmp_path / n), weight=1) for n in ("one", "two"))
+    start = run_preset("tiny")
+    config = dataclasses.replace(start, data=dataclasses.replace(start.data, mixture=parts))
+    (tmp_path / "config.json").write_text(codec.to_json(config))
+    assert main(["doctor", "data", str(tmp_path)]) == 0
+    assert "1 of 2 documents" in capsys.readouterr().out
