@@ -15,7 +15,7 @@ from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
-from jaxinfra.config.data import DataConfig
+from jaxinfra.config.data import DataConfig, DataFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.mixture import OWN
 from jaxinfra.config.preferences import PreferenceLoss
@@ -340,6 +340,11 @@ def evaluate_run(
 
 def _held_out(source: str, data: DataConfig, text_field: str | None) -> DataConfig:
     """A text as both sides: the run's own training text, which may be gone, is not needed."""
+    if text_field is not None and data.format is not DataFormat.TEXT:
+        raise ConfigError(
+            f"text_field={text_field!r} for rows of format {data.format}, which have fields of "
+            "their own; leave it out"
+        )
     return dataclasses.replace(
         data,
         source=source,
