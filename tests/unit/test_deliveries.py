@@ -19,7 +19,9 @@ from jaxinfra.serving.engine.requests import (
     TokenScore,
 )
 from jaxinfra.serving.http.answers import CompletionForm
-from jaxinfra.serving.http.bodies import CompletionBody
+from jaxinfra.serving.http.bodies import ChatBody, CompletionBody
+from jaxinfra.serving.http.chat import ChatTurn
+from jaxinfra.serving.http.chat_answers import ChatForm
 from jaxinfra.serving.http.guards import unless_gone
 from jaxinfra.serving.http.service import Deliveries, Histogram, Mailbox, Service
 
@@ -236,3 +238,28 @@ def test_steps_go_on_while_many_requests_arrive():
     thread.close()
     assert ended == [(i, i) for i in range(200)]
     assert max(engine.taken) <= 64
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_stream_has_the_ids_of_tokens_without_text_of_their_own(is_chat):
+    """A character of three tokens."""
+    asked = {"return_token_ids": True, "stream": True}
+    if is_chat:
+        chat, turn = ChatBody(messages=[{}], **asked), ChatTurn(prompt=(97,))
+        form = ChatForm("m", turn, chat, tokenizer=bytes_tokenizer())
+    else:
+        body = CompletionBody(prompt="a", **asked)
+        form = CompletionForm("m", [(97,)], body, tokenizer=bytes_tokenizer(), echoes=None)
+    ids = [*"b日".encode()]
+
+    async def batches():
+        for token, text in zip(ids, ("b", "", "", "日"), strict=True):
+            end = EndReason.LENGTH if text == "日" else None
+            yield [(0, RequestProgress(0, (token,), text, end))]
+
+    async def written():
+        return [each async for each in form.events(batches())]
+
+    *events, _ = asyncio.run(written())
+    told = [json.loads(each.decode().removeprefix("data: "))["choices"][0] for each in events]
+    assert [token for each in told for token in each["token_ids"]] == ids

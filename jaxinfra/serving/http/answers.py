@@ -192,7 +192,9 @@ class AnswerForm:
         told = []
         for place, part in parts.items():
             is_first = place not in begun
-            if part.text or part.finish or part.scores or is_first:
+            # Tokens within a character have no text yet.
+            has_ids = self._body.return_token_ids and bool(part.tokens)
+            if part.text or part.finish or part.scores or has_ids or is_first:
                 begun.add(place)
                 extra = self.extra_fields() if is_first else {}
                 for choice in self.pieces(place, part, is_first=is_first):
