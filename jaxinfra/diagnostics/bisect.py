@@ -26,7 +26,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import ModelDefinition, Parameters, by_path, merged
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.repetition import out_of_eight_bits
-from jaxinfra.training.gradients import count_targets, hidden_loss, split_batch
+from jaxinfra.training.gradients import count_targets, count_tokens, hidden_loss, split_batch
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_key
@@ -292,13 +292,15 @@ class StepPieces:
         *,
         key: Key[Array, ""],
         scale: Float[Array, ""],
+        layer_scale: Float[Array, ""],
     ) -> list[StepPiece]:
         """Returns the step's pieces for one micro-batch, in the order in which they run.
 
         Args:
             tree: parameters and state of the model.
             key: random key of the micro-batch, for dropout.
-            scale: factor on the objective, which is a sum over tokens.
+            scale: factor on the loss of targets, which is a sum.
+            layer_scale: factor on the losses that layers add, which are sums over tokens.
         """
         config = self._model.config
         positions = batch.positions
@@ -334,7 +336,7 @@ class StepPieces:
                     name=f"layer {number}",
                     path=f"blocks/{i}/",
                     arrays=own,
-                    others=(rest, given, scale),
+                    others=(rest, given, layer_scale),
                     function=self._functions[self._layers[number]],
                 )
             )
@@ -431,12 +433,14 @@ def find_nonfinite(job: Job, state: State, batch: Batch) -> NonFiniteCause | Non
     training = job.config.training
     pieces = StepPieces(job.model, training)
     key, scale = step_key(state), state.loss_scale.value / count_targets(batch)
+    layer_scale = state.loss_scale.value / count_tokens(batch)
     count = training.accumulation
     keys = jax.random.split(key, count) if count > 1 else key[None]
     batches = split_batch(batch, count)
     for m in range(count):
         micro = jax.tree.map(lambda leaf, m=m: leaf[m], batches)
-        found = _of_pieces(pieces.of(state.tree, micro, key=keys[m], scale=scale))
+        scales = {"scale": scale, "layer_scale": layer_scale}
+        found = _of_pieces(pieces.of(state.tree, micro, key=keys[m], **scales))
         if found is not None:
             return dataclasses.replace(found, micro_batch=m)
     return _of_sum(job, state, batch, key)

@@ -67,7 +67,7 @@ class Sums:
 
     ``losses`` and ``added`` are summed over micro-batches and devices, of ``largest`` the maximum
     is taken. All three are empty for layers without losses and statistics.
-    ``metrics.jsonl`` has them as ``layers/NAME``: a loss per counted token, a sum or a maximum.
+    ``metrics.jsonl`` has them as ``layers/NAME``: a mean loss per token, a sum or a maximum.
 
     Examples:
         A layer that keeps its outputs small, and counts those that are not:
@@ -81,7 +81,8 @@ class Sums:
     """
 
     losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    """fp32: auxiliary objectives as sums over tokens; added to the training objective."""
+    """fp32: auxiliary objectives as sums over tokens that are no padding; the training objective
+    gets their means over these, whether the tokens' targets count or not."""
     added: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     largest: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     handed: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -125,6 +126,9 @@ def over_devices(sums: Any, axes: tuple[str, ...]) -> Any:
 
     return jax.tree.map(total, sums, is_leaf=lambda node: isinstance(node, Sums))
 
+
+PREDICTION = "mtp"
+"""Name of the loss of multi-token prediction, a sum over counted targets."""
 
 STATISTICS = "statistics/"
 """Prefix of statistics' names in ``Sums``, which tells them from the layers' own entries."""

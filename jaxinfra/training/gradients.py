@@ -22,7 +22,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.model.gradients import Gradients, added, nothing_added
-from jaxinfra.model.passes import Sums, joined
+from jaxinfra.model.passes import PREDICTION, Sums, joined
 from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
@@ -93,7 +93,7 @@ def batch_loss(
     preferences: PreferenceConfig | None = None,
     rl: RlConfig | None = None,
     sequence_shards: int = 1,
-    per_target: Float[Array, ""] | None = None,
+    per_token: Float[Array, ""] | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
     """Computes the training objective of a batch of tokens or of answer pairs; ``tree`` has the
@@ -105,8 +105,8 @@ def batch_loss(
         preferences: settings of the preference loss, if the batch has pairs of answers.
         rl: settings of the policy loss, if the batch has completions that the model sampled.
         sequence_shards: number of devices that each sequence is sharded over; used with pairs.
-        per_target: weight of losses that layers add, such as balance losses: pairs per counted
-            target of the whole batch; None stands for 1.
+        per_token: weight of losses that layers add, such as balance losses: counted targets or
+            pairs per token of the whole batch, so that they become means over tokens; None: 1.
     """
     decoder, is_of_tokens = model.bind(tree), preferences is None and rl is None
     out = decoder.run(
@@ -135,9 +135,11 @@ def batch_loss(
                 assert preferences is not None
                 found = pair_sums(each_BT, batch, preferences)
         objective, nll, figures = found.loss, found.loss, found.figures
-    for emitted in jax.tree.leaves([block.losses for block in layers]):
+    for name, emitted in [pair for block in layers for pair in block.losses.items()]:
         added_loss = jnp.sum(emitted)
-        objective = objective + (added_loss if per_target is None else added_loss * per_target)
+        if per_token is not None and name != PREDICTION:
+            added_loss = added_loss * per_token
+        objective = objective + added_loss
     return BatchSums(objective=objective, nll=nll, layers=layers, figures=figures)
 
 
@@ -159,7 +161,7 @@ def _prediction_sums(
     out = decoder.predict(hidden_BTD, _ahead(batch.tokens), **given)
     ahead = dataclasses.replace(batch, targets=_ahead(batch.targets), weights=weights_BT)
     weighed = decoder.config.mtp_weight * of_hidden(out.x, ahead).total
-    return joined(out.sums, Sums(losses={"mtp": weighed[None]}))
+    return joined(out.sums, Sums(losses={PREDICTION: weighed[None]}))
 
 
 def _ahead(x_BT: jax.Array) -> jax.Array:
@@ -269,11 +271,8 @@ class AccumulatedGradient(GradientFunction):
         loss_scale: Float[Array, ""],
     ) -> Gradients:
         """Sums the gradients of all micro-batches, over all devices."""
-        terms, per_target = count_targets(batch), None
-        if self.preferences is not None:
-            pairs = count_pairs(batch)
-            targets = jnp.sum((batch.weights > 0.0).astype(batch.weights.dtype))
-            terms, per_target = pairs, pairs / jnp.maximum(targets, 1.0)
+        terms = count_targets(batch) if self.preferences is None else count_pairs(batch)
+        per_token = terms / count_tokens(batch)
         total, placement = self._accumulated, self.placement
         # kto compares the rows of all devices with one another in each micro-batch.
         is_kto = self.preferences is not None and self.preferences.loss is PreferenceLoss.KTO
@@ -281,7 +280,7 @@ class AccumulatedGradient(GradientFunction):
             axes = placement.deferred_sum_axes(self.model, accumulation=self.training.accumulation)
             if axes:
                 total = sum_gradients_once(total, placement=placement, model=self.model, axes=axes)
-        return total(parameters, state, batch, key, loss_scale, terms, per_target)
+        return total(parameters, state, batch, key, loss_scale, terms, per_token)
 
     def _accumulated(
         self,
@@ -291,7 +290,7 @@ class AccumulatedGradient(GradientFunction):
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
         terms: Float[Array, ""],
-        per_target: Float[Array, ""] | None,
+        per_token: Float[Array, ""],
     ) -> Gradients:
         """The sum over micro-batches, of this device's rows where devices run apart."""
         model, num_parts = self.model, self.training.accumulation
@@ -301,7 +300,7 @@ class AccumulatedGradient(GradientFunction):
         read = model.as_read(parameters) if is_unrolled else parameters
 
         def part(batch: Batch, key: jax.Array) -> Gradients:
-            found = self._micro_batch(read, state, batch, key, loss_scale, terms, per_target)
+            found = self._micro_batch(read, state, batch, key, loss_scale, terms, per_token)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), found.gradients, parameters)
             return dataclasses.replace(found, gradients=gradients)
 
@@ -329,7 +328,7 @@ class AccumulatedGradient(GradientFunction):
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
         terms: Float[Array, ""],
-        per_target: Float[Array, ""] | None,
+        per_token: Float[Array, ""],
     ) -> Gradients:
         """One micro-batch's share of the mean over ``terms``: counted targets, or pairs."""
         model, training = self.model, self.training
@@ -345,7 +344,7 @@ class AccumulatedGradient(GradientFunction):
                 preferences=self.preferences,
                 rl=self.rl,
                 sequence_shards=1 if self.placement is None else self.placement.sequence_shards,
-                per_target=per_target,
+                per_token=per_token,
                 dropout_key=key if model.drops_out else None,
             )
             aux = sums.nll / terms, sums.layers, sums.figures
@@ -365,10 +364,18 @@ class AccumulatedGradient(GradientFunction):
 
 
 def count_targets(batch: Batch) -> Float[Array, ""]:
-    """Counts the targets of a batch whose weight is not 0; returns at least 1, as loss sums are
-    divided by it.
+    """Sums the weights of a batch's targets; returns 1 for 0, as loss sums are divided by it."""
+    total = jnp.sum(batch.weights)
+    return jnp.where(total > 0.0, total, 1.0)
+
+
+def count_tokens(batch: Batch) -> Float[Array, ""]:
+    """Counts the tokens of a batch that are no padding, whether their targets count or not; returns
+    at least 1, as losses of layers are divided by it.
     """
-    return jnp.maximum(jnp.sum(batch.weights), 1.0)
+    weights_BT, segments_BT = batch.weights, batch.segment_ids
+    is_read_BT = jnp.ones_like(weights_BT) if segments_BT is None else segments_BT >= 0
+    return jnp.maximum(jnp.sum(is_read_BT.astype(weights_BT.dtype)), 1.0)
 
 
 def split_batch(batch: Batch, num_parts: int) -> Batch:

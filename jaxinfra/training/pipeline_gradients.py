@@ -39,7 +39,13 @@ from jaxinfra.parallel.pipeline.slices import (
 )
 from jaxinfra.parallel.pipeline.tick_program import TickProgram, make_tick_program
 from jaxinfra.parallel.place import Placement
-from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
+from jaxinfra.training.gradients import (
+    GradientFunction,
+    count_targets,
+    count_tokens,
+    hidden_loss,
+    split_batch,
+)
 from jaxinfra.training.policy import policy_sums
 from jaxinfra.training.preferences import target_values
 
@@ -52,6 +58,7 @@ class _Micro:
     batch: Batch
     key: Key[Array, ""] | None  # of dropout
     scale: Float[Array, ""]  # of the objective
+    layer_scale: Float[Array, ""]  # of the losses that layers add to it
     weight: Float[Array, ""]  # of the loss
 
 
@@ -64,7 +71,7 @@ class _Context:
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"] | None
     keys: jax.Array | None  # [repetitions, blocks]; [blocks] for one layer
-    scale: Float[Array, ""]  # of the objective
+    scale: Float[Array, ""]  # of the losses that layers add to the objective
 
 
 def make_pipeline_gradient(
@@ -167,6 +174,7 @@ class PipelineGradient(GradientFunction):
             batch=split_batch(batch, count),
             key=keys if self.model.config.dropout_rate > 0.0 else None,
             scale=jnp.full(count, loss_scale * weight),
+            layer_scale=jnp.full(count, loss_scale / count_tokens(batch)),
             weight=jnp.full(count, weight),
         )
 
@@ -200,7 +208,7 @@ class PipelineGradient(GradientFunction):
             positions=positions,
             segment_ids=micro.batch.segment_ids,
             keys=self._keys(micro)[1],
-            scale=micro.scale,
+            scale=micro.layer_scale,
         )
 
     def layer_context(self, context: _Context, index: jax.Array) -> _Context:

@@ -16,10 +16,10 @@ from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import ModelDefinition, Parameters
 from jaxinfra.model.gradients import Gradients
-from jaxinfra.model.passes import STATISTICS, Sums
+from jaxinfra.model.passes import PREDICTION, STATISTICS, Sums
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.numerics.storage import EXACT, after_update
-from jaxinfra.training.gradients import GradientFunction
+from jaxinfra.training.gradients import GradientFunction, count_tokens
 from jaxinfra.training.policy import policy_record
 from jaxinfra.training.preferences import pair_record
 from jaxinfra.training.state import State, TrainState
@@ -44,6 +44,7 @@ class StepMetrics:
     learning_rate: Float[Array, ""]
     loss_scale: Float[Array, ""]
     tokens: Float[Array, ""]  # counted targets
+    tokens_read: Float[Array, ""]  # tokens that are no padding
     skipped: Int[Array, ""]  # steps not applied so far
     skipped_in_a_row: Int[Array, ""]
     sums: tuple[Sums, ...]  # statistics that layers emit, as ``Gradients.sums``
@@ -108,6 +109,7 @@ def make_train_step(
             ),
             loss_scale=scale,
             tokens=counted,
+            tokens_read=count_tokens(batch),
             skipped=new_state.skipped,
             skipped_in_a_row=new_state.skipped_in_a_row,
             sums=learned.sums,
@@ -259,13 +261,15 @@ def _figures_record(figures: Mapping[str, Any]) -> dict[str, float]:
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:
     """Values that layers emit, by their own names, reduced over all layers.
 
-    A loss is its share of the objective per counted token. An array of counts gives the least, the
+    A loss is its share of the objective: a mean over tokens that are no padding, for multi-token
+    prediction over counted targets. An array of counts gives the least, the
     most and the mean of its elements. It also gives the largest ratio of most to mean in a layer:
     how evenly tokens are spread.
     """
     record: dict[str, float] = {}
     for name, values in _by_name(metrics.sums, "losses").items():
-        record[f"layers/{name}"] = float(sum(map(np.sum, values)) / max(metrics.tokens, 1.0))
+        count = metrics.tokens if name == PREDICTION else metrics.tokens_read
+        record[f"layers/{name}"] = float(sum(map(np.sum, values)) / max(count, 1.0))
     for name, values in _by_name(metrics.sums, "added").items():
         if all(value.ndim == 1 for value in values):  # a number of each layer
             record[f"layers/{name}"] = float(sum(map(np.sum, values)))

@@ -140,7 +140,9 @@ def test_pieces_of_a_step_know_which_layer_they_are():
         lambda leaf: np.zeros(leaf.shape, leaf.dtype), merged(model.shapes, model.state_shapes)
     )
     training = TrainingConfig(steps=1, batch_size=8, sequence_length=16)
-    pieces = StepPieces(model, training).of(tree, batch, key=jax.random.key(0), scale=jnp.ones(()))
+    pieces = StepPieces(model, training).of(
+        tree, batch, key=jax.random.key(0), scale=jnp.ones(()), layer_scale=jnp.ones(())
+    )
     x = jnp.zeros((8, 16, model.config.model_dim), jnp.bfloat16)
     found = {
         piece.name: num_casts(jax.make_jaxpr(piece.function)(piece.arrays, x, *piece.others).jaxpr)

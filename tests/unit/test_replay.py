@@ -23,7 +23,7 @@ from jaxinfra.diagnostics.replay import replay_step
 from jaxinfra.errors import ConfigError
 from jaxinfra.training.describe import record_environment
 from jaxinfra.training.examine import examine_step
-from jaxinfra.training.gradients import count_targets
+from jaxinfra.training.gradients import count_targets, count_tokens
 from jaxinfra.training.job import make_job
 from jaxinfra.training.step import step_key, step_record
 from tests.small_run import config_of
@@ -67,8 +67,8 @@ def test_the_pieces_compute_the_step():
     want = jax.jit(job.gradient)(
         state.parameters, state.model_state, batch, key=key, loss_scale=jnp.float32(1)
     )
-    scale = 1.0 / count_targets(batch)
-    pieces = StepPieces(job.model, job.config.training).of(state.tree, batch, key=key, scale=scale)
+    scale = {"scale": 1.0 / count_targets(batch), "layer_scale": 1.0 / count_tokens(batch)}
+    pieces = StepPieces(job.model, job.config.training).of(state.tree, batch, key=key, **scale)
     inputs = [jnp.zeros(())]
     for piece in pieces:
         inputs.append(piece.forward(inputs[-1])[0])

@@ -59,9 +59,9 @@ def test_they_are_what_the_arrays_are():
     job = make_job(config)
     state, batch = job.initialize(), batch_for(job)
     before = jax.device_get(by_path(state.parameters))
-    key, scale = step_key(state), 1.0 / count_targets(batch)
+    key, how = step_key(state), {"scale": 1.0 / count_targets(batch), "layer_scale": jnp.float32(1)}
     x, streams = jnp.zeros(()), {}
-    for piece in StepPieces(job.model, config.training).of(state.tree, batch, key=key, scale=scale):
+    for piece in StepPieces(job.model, config.training).of(state.tree, batch, key=key, **how):
         x, _ = piece.forward(x)
         streams[piece.name] = np.asarray(x, np.float64)
     learned = jax.jit(job.gradient)(

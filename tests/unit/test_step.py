@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
+from jaxinfra.data.batch import batch_of
 from jaxinfra.training import gradients
-from jaxinfra.training.gradients import batch_loss, make_evaluation_step, split_batch
+from jaxinfra.training.gradients import (
+    batch_loss,
+    count_targets,
+    count_tokens,
+    make_evaluation_step,
+    split_batch,
+)
 from tests.sharded import oracle
 from tests.sharded.cases import (
     COMPILER_OPTIONS,
@@ -263,3 +270,14 @@ def test_a_batch_without_counted_tokens_changes_nothing(accumulation):
     chex.assert_trees_all_equal(state.parameters, before.parameters)
     chex.assert_trees_all_equal(state.optimizer, before.optimizer)
     assert int(state.step) == 1
+
+
+def test_counts_of_a_batch_are_its_weights_and_its_tokens():
+    """Weights may sum to less than 1. Padding is what has no segment, whatever counts."""
+    batch = batch_of([[1, 2, 3, 4]], weights=[[0.25, 0.0, 0.25]])
+    assert float(count_targets(batch)) == 0.5
+    assert float(count_tokens(batch)) == 3.0
+    padded = dataclasses.replace(batch, segment_ids=np.array([[0, 0, -1]], np.int32))
+    assert float(count_tokens(padded)) == 2.0
+    none = dataclasses.replace(padded, weights=np.zeros((1, 3), np.float32))
+    assert float(count_targets(none)) == 1.0

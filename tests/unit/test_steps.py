@@ -3,20 +3,21 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
 import jaxinfra
+from jaxinfra.config import codec
 from jaxinfra.config.parts import part
 from jaxinfra.errors import ConfigError
+from jaxinfra.training.step import step_record
 from tests.small_run import config_of
 
 
 @part
 def half_cross_entropy(logits, targets, *, weights):
     """Half of each token's nll."""
-    import jax
-
     chosen = jax.numpy.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return 0.5 * (jax.nn.logsumexp(logits, axis=-1) - chosen)
 
@@ -202,3 +203,45 @@ def test_a_hook_that_nothing_would_call_is_refused():
         class Late(jaxinfra.Callback):
             def on_stepp(self, record):
                 pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2, "expert": 2}, {"pipe": 2, "fsdp": 4}])
+def test_losses_of_layers_weigh_alike_whatever_counts(mesh):
+    """The balance of experts is a mean over all tokens: neither masked targets nor padding nor
+    micro-batches of other counts change its share of the objective, or of the gradients.
+    """
+    sizes = ("vocab_size=64", "model_dim=16", "stacks.0.repeats=2")
+    small = ["training.batch_size=8", "training.sequence_length=8", "training.accumulation=2"]
+    small += [f"model.{size}" for size in sizes] + ["precision.policy=fp32", "optimizer.muon=none"]
+    run = codec.override(jaxinfra.preset("tiny_moe"), small)
+    run = dataclasses.replace(run, mesh=jaxinfra.MeshConfig(**mesh))
+    place = "model.stacks.0.pattern.0.feed_forward.balance"
+    rows = np.random.default_rng(0).integers(0, 64, (8, 9))
+    all_count, few_count = np.ones((8, 8), np.float32), np.zeros((8, 8), np.float32)
+    few_count[:3, -2:] = 1.0
+    padded = np.where(np.arange(8) < 6, 0, -1) * np.ones((8, 1), int)
+    state, parts, records = None, [], []
+    for weight in (0.0, 0.5):
+        settings = [f"{place}.switch_loss={weight}", f"{place}.z_loss={weight}"]
+        steps = jaxinfra.Steps(codec.override(run, settings))
+        state = steps.initial_state()
+        for weights in (all_count, few_count):
+            batch = dataclasses.replace(
+                jaxinfra.batch_of(rows, weights=weights * (padded >= 0)),
+                segment_ids=padded.astype(np.int32),
+                positions=np.tile(np.arange(8, dtype=np.int32), (8, 1)),
+            )
+            found = steps.gradients(state, batch).gradients["blocks"][0]
+            parts.append(np.asarray(found["mlp"]["router"]["weight"], np.float64))
+            _, metrics = steps(steps.initial_state(), batch)
+            records.append(step_record(jax.device_get(metrics)))
+    plain, few_plain, balanced, few_balanced = parts
+    of_all, of_few = balanced - plain, few_balanced - few_plain
+    size = np.abs(of_all).max()
+    assert size > 1e-4
+    # Differences of fp32 gradients: some units in the last place of the larger of them.
+    np.testing.assert_allclose(of_few, of_all, rtol=0, atol=1e-5 * np.abs(few_balanced).max())
+    for name in ("layers/balance", "layers/router_z"):
+        assert records[3][name] == pytest.approx(records[2][name], rel=1e-6)
+        assert records[2][name] > 0.01

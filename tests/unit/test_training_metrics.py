@@ -160,7 +160,7 @@ def test_picture_of_loads(tmp_path):
 
 
 def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
-    """Over all layers: losses per token, counts as sums, arrays of counts by their extremes."""
+    """Over layers: losses per token read, counts as sums, arrays of counts by their extremes."""
     first = Sums(
         losses={"balance": np.float32([2.0, 4.0])},
         added={"dropped": np.float32([1.0, 0.0]), "load": np.float32([[8.0, 2.0], [5.0, 5.0]])},
@@ -173,14 +173,15 @@ def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
         gradient_norm=zero,
         learning_rate=zero,
         loss_scale=zero,
-        tokens=np.float32(8.0),
+        tokens=np.float32(2.0),
+        tokens_read=np.float32(8.0),
         skipped=np.int32(0),
         skipped_in_a_row=np.int32(0),
         sums=(first, Sums(), second),
         fp8={},
     )
     record = step_record(metrics)
-    assert record["tokens"] == 8
+    assert record["tokens"] == 2
     expected = {
         "layers/balance": 1.5,
         "layers/dropped": 1.0,
