@@ -233,7 +233,9 @@ class Critic:
 
 def _features(model: ModelDefinition, tree: Parameters, batch: Batch[Any]) -> Float[Array, "B T E"]:
     decoder = model.bind(tree)
-    x_BTD = model.execution.policy.to_accum(decoder.hidden(batch.tokens))
+    x_BTD = model.execution.policy.to_accum(
+        decoder.hidden(batch.tokens, segment_ids=batch.segment_ids)
+    )
     return jnp.concatenate([x_BTD, jnp.ones_like(x_BTD[..., :1])], axis=-1)
 
 

@@ -34,7 +34,7 @@ from jaxinfra.reinforcement.advantages import (
 from jaxinfra.reinforcement.episodes import Episodes, Trajectory
 from jaxinfra.reinforcement.frozen import FrozenModel
 from jaxinfra.reinforcement.rewards import Failure
-from jaxinfra.training.job import Job
+from jaxinfra.training.job import Job, marks_padding
 from jaxinfra.training.own_data import OwnTexts, PolicyBatches, PolicyData, configured_tokenizer
 from jaxinfra.training.state import State
 
@@ -231,7 +231,11 @@ class RolloutBatches(PolicyBatches):
     def _arrays(self, played: Sequence[Trajectory], state: State) -> _Sampled:
         """The rollout as arrays, with the probabilities that the trainer and the reference give."""
         rl = self._rl
-        batch, engine_RT = _rows(played, length=self._config.training.sequence_length)
+        batch, engine_RT = _rows(
+            played,
+            length=self._config.training.sequence_length,
+            marks_padding=marks_padding(self._config),
+        )
         # The trainer's own probabilities are the old policy's. Their ratio to the engine's corrects
         # what rounding makes different in the two, unless numerics are exact, and the age of the
         # weights that were sampled with.
@@ -329,23 +333,30 @@ class RolloutBatches(PolicyBatches):
         write_atomically(file, "".join(json.dumps(each) + "\n" for each in rows))
 
 
-def _rows(played: Sequence[Trajectory], *, length: int) -> tuple[Batch[np.ndarray], np.ndarray]:
+def _rows(
+    played: Sequence[Trajectory], *, length: int, marks_padding: bool
+) -> tuple[Batch[np.ndarray], np.ndarray]:
     """Rows of a prompt and what follows it, and the engine's log probabilities of targets. Targets
     that the model has not sampled do not count.
+
+    Args:
+        marks_padding: whether the rows have segment ids, 0 of tokens and -1 of padding.
     """
     ids_RT = np.zeros((len(played), length + 1), np.int32)
     weights_RT = np.zeros((len(played), length), np.float32)
     engine_RT = np.zeros((len(played), length), np.float32)
+    segments_RT = np.full((len(played), length), -1, np.int32)
     for row, each in enumerate(played):
         ids = each.context
         ids_RT[row, : len(ids)] = ids
+        segments_RT[row, : len(ids)] = 0
         new = slice(len(each.prompt.ids) - 1, len(ids) - 1)
         weights_RT[row, new] = each.is_sampled
         engine_RT[row, new] = each.log_probabilities
     batch = Batch(
         tokens=ids_RT[:, :-1],
         targets=ids_RT[:, 1:],
-        segment_ids=None,
+        segment_ids=segments_RT if marks_padding else None,
         positions=None,
         weights=weights_RT,
     )

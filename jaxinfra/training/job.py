@@ -18,6 +18,8 @@ from jaxinfra.axes import BATCH
 from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
+from jaxinfra.config.model import ExpertsConfig
+from jaxinfra.config.precision import Numerics
 from jaxinfra.config.rl import EngineDevices
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.config.validate import may_keep_gathered, validate
@@ -461,6 +463,15 @@ class StepPrograms:
         return (self._statistics if self.wants_statistics(step) else self.plain)(state, batch)
 
 
+def marks_padding(config: RunConfig) -> bool:
+    """Tells whether rows of sampled completions have segment ids, which tell padding from tokens.
+
+    Experts must not choose by padding, nor balance it. Exact numerics have no segments on GPUs.
+    """
+    has_experts = any(isinstance(b.feed_forward, ExpertsConfig) for b in config.model.blocks)
+    return has_experts and config.precision.numerics is not Numerics.EXACT
+
+
 def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
     """Lowers the job's training step for packed rows, from shapes alone.
 
@@ -484,7 +495,7 @@ def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.sta
     batch: Any = Batch(
         tokens=ids,
         targets=ids,
-        segment_ids=None if rl is not None else ids,
+        segment_ids=ids if rl is None or marks_padding(job.config) else None,
         positions=None if rl is not None else ids,
         weights=number,
         reference=number if has_reference else None,

@@ -432,13 +432,14 @@ def test_turns_follow_replies_whose_tokens_do_not_count(tmp_path, monkeypatch):
     assert failures == [None, Failure.UNFINISHED, Failure.UNFINISHED, None]
     assert [each.scored.reward for each in played if each.scored is not None] == [7, None, None, 7]
     assert len(set(player._sampler.seeds)) == 2
-    batch, engine = _rows(played, length=24)
+    batch, engine = _rows(played, length=24, marks_padding=True)
     target = batch.targets[0].tolist()
     whole = [*b"ask", 256, *b"it is d", *b"7", 256]
     assert target[1 : 1 + len(whole)] == whole
     counts = [1.0] * 4 + [0.0] * 7 + [1.0] * 2
     assert batch.weights[0, 1:].tolist() == counts + [0.0] * (23 - len(counts))
     assert (engine[0] == -0.5 * batch.weights[0]).all()
+    assert batch.segment_ids[0].tolist() == [0] * (2 + len(whole)) + [-1] * (22 - len(whole))
 
 
 def test_a_reply_is_what_the_chat_template_makes_of_it(tmp_path):
