@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
 from jaxinfra.serving.engine.requests import TokenScore
 from jaxinfra.serving.engine.text import TextStream
 from jaxinfra.serving.http.answers import ChoicePart, CompletionForm
@@ -196,6 +196,25 @@ def test_log_probabilities_tell_tokens_apart():
     assert [each["bytes"] for each in entry["top_logprobs"]] == (
         [[97], [32, 97], [97], [0xE6], [0xE7]]
     )
+
+
+@pytest.mark.parametrize("least", range(7))
+def test_a_stop_string_counts_where_it_ends(least):
+    """Of a text of one byte per token; the first string begins before the fewest tokens."""
+    stream, text = TextStream(bytes_tokenizer(), [1], ["bcd", "g"]), ""
+    for number, token in enumerate(b"abcdefg", start=1):
+        text += stream.push(token, may_stop=number >= least)
+        if stream.is_stopped:
+            break
+    assert text + stream.flush() == ("a" if least <= 4 else "abcdef")
+    assert number == (4 if least <= 4 else 7)
+
+
+def test_a_stop_string_that_ended_too_early_does_not_count_later():
+    stream = TextStream(bytes_tokenizer(), [1], ["bcx", "b", "e"])
+    pieces = [stream.push(token, may_stop=place >= 2) for place, token in enumerate(b"abcde")]
+    assert "".join(pieces) == "abcd"
+    assert stream.is_stopped
 
 
 @pytest.mark.parametrize("kind", KINDS)

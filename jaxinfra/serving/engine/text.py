@@ -38,10 +38,10 @@ class TextStream:
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Adds a token, and returns the text that is now final. A stop string sets ``is_stopped``,
-        unless ``may_stop`` is False.
+        unless ``may_stop`` is False: then none that ends here counts.
         """
         text = "" if token in self._silent else self._decoder.push(token)
-        return self._certain(text) if may_stop else text
+        return self._certain(text, may_stop=may_stop)
 
     def flush(self) -> str:
         """Returns the rest of the text, held back until its end; an incomplete character becomes
@@ -52,12 +52,15 @@ class TextStream:
             text, self._held = text + self._held, ""
         return text
 
-    def _certain(self, new: str) -> str:
+    def _certain(self, new: str, *, may_stop: bool = True) -> str:
         if not self._stop:
             return new
         text = self._held + new
-        ends = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if ends:
+        found = [
+            (text.find(stop, max(len(self._held) + 1 - len(stop), 0)), stop) for stop in self._stop
+        ]
+        ends = [each for each in found if each[0] >= 0]
+        if ends and may_stop:
             self.is_stopped, self._held = True, ""
             at, stop = min(ends)
             return text[: at + len(stop) * self._keeps_stop]
