@@ -19,6 +19,7 @@ from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import Preemption
 from jaxinfra.serving.engine.plan import PlannedRow
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestStream
+from jaxinfra.serving.engine.token_rules import TokenRules
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from tests.generation import recomputed
 
@@ -163,6 +164,13 @@ def test_poison_ends_its_own_request_only():
     prompts = [(*prefix, POISON), (*prefix, 2, 3, 40), (*prefix, 9, 6, 5)]
     got = served(engine, [request(p) for p in prompts], (0, 1, 2))
     assert [drawn(each)[0] for each in got] == [[], *map(alone, prompts[1:])]
+
+
+def test_rules_that_leave_no_token_are_named():
+    rules = TokenRules(None, num_ids=257, allowed_ids=[5], words=[(5, 5)])
+    (got,) = plain_engine().run([request(PROMPTS[1], constraint=rules)])
+    assert drawn(got) == ([5], EndReason.ERROR)
+    assert "rules leave no token" in got[-1].error
 
 
 def test_ends():

@@ -70,6 +70,11 @@ NOT_FINITE = (
     "hold such numbers, or its numbers overflow the compute dtype"
 )
 
+_NONE_ALLOWED = (
+    "the request's rules leave no token that may come next: its structure, allowed ids and "
+    "forbidden words exclude each other; allow an end token among them"
+)
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class EngineCounts:
@@ -456,7 +461,10 @@ class Engine:
         stream = drawn.row.stream
         told = self._requests.get(stream.number)
         if drawn.is_bad and told is not None:
-            return self._end(told, EndReason.ERROR, error=NOT_FINITE)
+            rules = stream.request.constraint
+            is_excluded = rules is not None and not rules.mask().any()
+            error = _NONE_ALLOWED if is_excluded else NOT_FINITE
+            return self._end(told, EndReason.ERROR, error=error)
         if told is not None and drawn.prompt_scores:
             wanted = len(stream.request.prompt_ids) - 1 - len(told.prompt_scores)
             known = len(told.prompt_scores) - drawn.row.start  # some, if it was begun again
