@@ -8,7 +8,6 @@ import collections
 import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
-from unittest import mock
 
 import hypothesis
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from jaxinfra.config.presets.models import tiny
 from jaxinfra.config.rope import DynamicScaling, RopeConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.serving.engine import scheduler as scheduling
 from jaxinfra.serving.engine.engine import NgramLookup
 from jaxinfra.serving.engine.options import options_on
 from jaxinfra.serving.engine.pages import NULL_PAGE, HostPages
@@ -243,7 +241,6 @@ def limits():
     cancels=st.lists(st.integers(0, 30), max_size=3),
     delay=st.integers(0, 2),
     num_drafts=st.sampled_from([0, 0, 3]),
-    padding=st.sampled_from([0, 256]),
 )
 # The third request's admission drops the snapshot that the second one goes on from.
 @hypothesis.example(
@@ -269,17 +266,13 @@ def limits():
     cancels=[],
     delay=0,
     num_drafts=3,
-    padding=0,
 )
 @hypothesis.settings(max_examples=150)
-def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num_drafts, padding):
-    limits = dataclasses.replace(
-        limits, max_step_tokens=24 + 4 * num_drafts, row_sizes=(1, 4), max_piece_rows=4
-    )
+def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num_drafts):
+    limits = dataclasses.replace(limits, max_step_tokens=24 + 4 * num_drafts)
     propose = NgramLookup(num_drafts=num_drafts) if num_drafts else None
     scheduler = Scheduler(limits, propose=propose)
-    with mock.patch.object(scheduling, "_MOST_PADDING", padding):
-        results = run(scheduler, arrivals, cancels=cancels, delay=delay)
+    results = run(scheduler, arrivals, cancels=cancels, delay=delay)
     assert results.keys() == {*range(len(arrivals))}
     assert sum(result is None for result in results.values()) <= len(cancels)
     for number, (_, request) in enumerate(arrivals):
@@ -393,7 +386,8 @@ def test_requests_of_one_step_that_begin_alike_wait_for_the_first():
     scheduler.plan = noted
     run(scheduler, [(0, request(*prompt))] * 3)
     # The first prompt has 14 tokens. The others share three pages of four tokens with it, which
-    # leaves 2 of its own to each. Of its four drawn tokens, each request computes the first three.
+    # leaves each of them 2 to compute. A request draws four tokens and computes the first three:
+    # nothing comes after the last.
     assert sum(each.num_tokens for each in counts) == 14 + 2 + 2 + 3 * 3
 
 
@@ -449,20 +443,6 @@ def test_programs_of_rows_have_few_sizes_and_room_for_prompts(
     assert limits.row_sizes == sizes
     beside = (max_step_tokens - max_running) // 1024
     assert max(rows for rows, length in limits.chunk_shapes if length == 1024) >= min(beside, 2)
-
-
-@pytest.mark.parametrize(("length", "calls"), [(60, [3]), (1000, [1, 1, 1])])
-def test_prompts_wait_a_step_where_padding_would_take_longer(length, calls):
-    limits = options_on("gpu").limits(tiny())
-    scheduler = Scheduler(dataclasses.replace(limits, share_prefixes=False))
-    for number in range(3):
-        asked = request(*[number] * length)
-        tokens = [*asked.prompt_ids]
-        scheduler.add(RequestStream(number=number, request=asked, tokens=tokens, limit=0))
-    plans = [scheduler.plan() for _ in calls]
-    assert [len(plan.chunks) for plan in plans] == calls
-    assert [row.stream.number for plan in plans for row in plan.chunks] == [0, 1, 2]
-    assert not scheduler.plan().chunks
 
 
 def test_a_page_that_two_requests_share_goes_to_the_host_once():

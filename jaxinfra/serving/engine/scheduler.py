@@ -24,10 +24,6 @@ _TOKENS_AHEAD = 16
 """
 
 
-_MOST_PADDING = 256
-"""Tokens of padding in a prompt call, of which no more than reading the weights takes as long."""
-
-
 @final
 class Scheduler:
     """Schedules waiting and running requests, and assigns KV-cache pages to them.
@@ -223,17 +219,17 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[RequestStream], budget: int) -> StepPlan:
         """Plans one call for chunks of prompts: first those under way, then newly admitted ones."""
-        length, chosen, rows = 0, list[tuple[RequestStream, int]](), list[PlannedRow]()
+        length, rows = 0, []
         source = iter(prompts)
         while True:
             room = self._piece_rows(length, budget)
-            if chosen and chosen[0][0].request.scores_prompt:
+            if rows and rows[0].stream.request.scores_prompt:
                 room = 1  # whose prompt is scored has a call for itself
-            stream = next(source, None) if len(chosen) < room else None
-            if stream is not None and chosen and stream.request.scores_prompt:
+            stream = next(source, None) if len(rows) < room else None
+            if stream is not None and rows and stream.request.scores_prompt:
                 continue
-            if stream is None and len(chosen) < room:
-                if chosen and self.waiting and self.waiting[0].request.scores_prompt:
+            if stream is None and len(rows) < room:
+                if rows and self.waiting and self.waiting[0].request.scores_prompt:
                     break
                 stream = self._admit(plan.copies)
             if stream is None:
@@ -244,34 +240,14 @@ class Scheduler:
                 self._plan_answer(stream, plan, may_draft=False)
                 budget -= 1
                 continue
-            if not chosen:
+            if not rows:
                 length = self._chunk_length(left, budget)
             count = min(left, length)
             ends = [each for each in stream.wanted if stream.computed < each]
             if ends:
                 count = min(count, min(ends) - stream.computed)
-            chosen.append((stream, count))
-            self._planned.add(stream)
-            if self.limits.has_states:  # the next admission may drop the state that it goes on from
-                rows.append(self._row(stream, count=count, is_sampled=count == left))
-        if self.limits.has_states:
-            return dataclasses.replace(plan, chunks=rows, chunk_length=length)
-        number = self._filled_rows(len(chosen), length)
-        self._planned.difference_update(stream for stream, _ in chosen[number:])
-        rows = [
-            self._row(each, count=count, is_sampled=count == each.total - each.computed)
-            for each, count in chosen[:number]
-        ]
+            rows.append(self._row(stream, count=count, is_sampled=count == left))
         return dataclasses.replace(plan, chunks=rows, chunk_length=length)
-
-    def _filled_rows(self, number: int, length: int) -> int:
-        """Returns how many of the chosen rows a prompt call has: as many as fill a program.
-
-        All of them if padding them to the next program takes no longer than the weights' reading.
-        """
-        filled = [rows for rows in self.limits.row_sizes if rows <= number]
-        padding = (self.limits.rows(number) - number) * length if number else 0
-        return filled[-1] if filled and padding > _MOST_PADDING else number
 
     def _chunk_length(self, left: int, budget: int) -> int:
         """Returns tokens per row of a prompt call, by what is left of the first row's prompt."""
