@@ -35,13 +35,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 from pallas_kernels.hopper.tile import column_layout, row_layout, tile_layout, tiled
 
 from . import levels
 from .chunks import COLUMNS, read
+from .dealt import DealtHeads
 from .gates import CHUNK, Gate, load_gate, load_numbers
 
 _WIDTH = 128  # of keys
@@ -94,7 +94,7 @@ def channel_gradients(
             "d_beta": jax.ShapeDtypeStruct((*ends.shape[:3], CHUNK), jnp.float32),
         },
         scratch=kernel.scratch(),
-        grid=(min(kernel.items, NUM_PROCESSORS),),
+        grid=kernel.heads.grid,
         grid_names=("block",),
         num_threads=_ROLES,
     )
@@ -127,21 +127,9 @@ class _ChannelGradients:
         return range(self.value_width // COLUMNS)
 
     @property
-    def items(self) -> int:
-        """Number of value heads of all chunks."""
-        return self.batch * self.num_chunks * self.num_values
-
-    @property
-    def count(self) -> jax.Array:
-        """Number of a block's value heads of chunks."""
-        left = self.items - lax.axis_index("block")
-        return lax.div(left + NUM_PROCESSORS - 1, jnp.int32(NUM_PROCESSORS))
-
-    def place(self, item) -> tuple[Any, Any, Any]:
-        """Row, chunk and value head of a block's item."""
-        index = item * NUM_PROCESSORS + lax.axis_index("block")
-        m, rest = lax.rem(index, self.num_values), lax.div(index, self.num_values)
-        return lax.div(rest, self.num_chunks), lax.rem(rest, self.num_chunks), m
+    def heads(self) -> DealtHeads:
+        """Value heads of chunks, by block."""
+        return DealtHeads(self.batch, self.num_chunks, self.num_values)
 
     def scratch(self) -> dict[str, Any]:
         """Returns a block's shared memory buffers and barriers, by name."""
@@ -187,14 +175,14 @@ class _ChannelGradients:
         def step(item, _):
             role(gmem, smem, item)
 
-        lax.fori_loop(0, self.count, step, None)
+        lax.fori_loop(0, self.heads.count, step, None)
 
     def load_tokens(self, gmem, smem, item) -> None:
         """Copies an item's queries, keys and numbers to shared memory, if the block has it."""
-        (b, chunk, m), group = self.place(item), self.num_values // self.num_keys
+        (b, chunk, m), group = self.heads.place(item), self.num_values // self.num_keys
         rows = pl.ds(chunk * CHUNK, CHUNK)
 
-        @pl.when(item < self.count)
+        @pl.when(item < self.heads.count)
         def _():
             for source, target in (
                 (gmem.q.at[b, rows, lax.div(m, group)], smem.q),
@@ -207,10 +195,10 @@ class _ChannelGradients:
 
     def load_parts(self, gmem, smem, item, parts: range) -> None:
         """Copies parts of an item's values and states to shared memory, if the block has it."""
-        b, chunk, m = self.place(item)
+        b, chunk, m = self.heads.place(item)
         rows = pl.ds(chunk * CHUNK, CHUNK)
 
-        @pl.when(item < self.count)
+        @pl.when(item < self.heads.count)
         def _():
             for part in parts:
                 columns, slot = pl.ds(part * COLUMNS, COLUMNS), part % _SLOTS
@@ -228,7 +216,7 @@ class _ChannelGradients:
 
     def queries(self, gmem, smem, item) -> None:
         """Computes dQ of an item, and what queries add to the gradient of logarithms."""
-        (b, chunk, m), (_, tiles) = self.place(item), smem.shared
+        (b, chunk, m), (_, tiles) = self.heads.place(item), smem.shared
         weights, found = self.with_states(
             gmem, smem, item, "d_out", [("d_out", "solved")], "states", loads=True
         )
@@ -257,7 +245,7 @@ class _ChannelGradients:
 
     def later(self, gmem, smem, item) -> None:
         """Computes the part of dK of what a key reads; then dK, and gradients of logarithms."""
-        (b, chunk, m), (wide, tiles) = self.place(item), smem.shared
+        (b, chunk, m), (wide, tiles) = self.heads.place(item), smem.shared
         weights, found = self.with_states(gmem, smem, item, "d_v", [("d_v", "solved")], "states")
         plgpu.barrier_wait(smem.tokens_full)
         write_registers(levels.diagonal(weights), gmem.d_beta.at[b, m, chunk])

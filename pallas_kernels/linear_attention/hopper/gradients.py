@@ -29,12 +29,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 from pallas_kernels.hopper.tile import column_layout, row_layout, tile_layout, tiled
 
 from .chunks import COLUMNS, read
+from .dealt import DealtHeads
 from .gates import CHUNK, Gate, load_gate, passed
 
 
@@ -105,7 +105,7 @@ def _launched(operands: dict[str, jax.Array], *, has_delta: bool) -> dict[str, j
         operands=operands,
         results={"d_q": by_key, "d_k": by_key, "rows": rows},
         scratch=kernel.scratch(),
-        grid=(min(kernel.items, NUM_PROCESSORS),),
+        grid=kernel.heads.grid,
         grid_names=("block",),
         num_threads=_ROLES,
     )
@@ -197,7 +197,7 @@ class _TokenGradients:
         group, stages = self.group, self.num_stages
 
         def of_keys(item, _):
-            b, chunk, n = self.place(item)
+            b, chunk, n = self.heads.place(item)
 
             def add(i, found):
                 step = item * group + i
@@ -219,7 +219,7 @@ class _TokenGradients:
             # The results take the space of operands that all have read.
             put(found, self.at(smem, 0, lax.rem(item, stages)), lambda ref: ref.at[b, tokens, n])
 
-        lax.fori_loop(0, self.count, of_keys, None)
+        lax.fori_loop(0, self.heads.count, of_keys, None)
 
     @property
     def group(self) -> int:
@@ -227,21 +227,9 @@ class _TokenGradients:
         return self.num_values // self.num_keys
 
     @property
-    def items(self) -> int:
-        """Number of key heads of all chunks."""
-        return self.batch * self.num_chunks * self.num_keys
-
-    @property
-    def count(self) -> jax.Array:
-        """Number of a block's key heads of chunks."""
-        left = self.items - lax.axis_index("block")
-        return lax.div(left + NUM_PROCESSORS - 1, jnp.int32(NUM_PROCESSORS))
-
-    def place(self, item) -> tuple[Any, Any, Any]:
-        """Row, chunk and key head of a block's item."""
-        index = item * NUM_PROCESSORS + lax.axis_index("block")
-        n, rest = lax.rem(index, self.num_keys), lax.div(index, self.num_keys)
-        return lax.div(rest, self.num_chunks), lax.rem(rest, self.num_chunks), n
+    def heads(self) -> DealtHeads:
+        """Key heads of chunks, by block."""
+        return DealtHeads(self.batch, self.num_chunks, self.num_keys)
 
     def at(self, smem, slot, key_slot) -> types.SimpleNamespace:
         """A step's operands in shared memory."""
@@ -254,9 +242,9 @@ class _TokenGradients:
         """Copies a step's operands but states to shared memory, if the block has such a step."""
         item, i = lax.div(step, self.group), lax.rem(step, self.group)
         key_slot = lax.rem(item, self.num_stages)
-        b, chunk, n = self.place(item)
+        b, chunk, n = self.heads.place(item)
 
-        @pl.when(step < self.count * self.group)
+        @pl.when(step < self.heads.count * self.group)
         def _():
             @pl.when(i == 0)
             def _():
