@@ -159,7 +159,9 @@ def test_what_each_scaling_is_for():
 
 
 def test_dynamic_scaling_stretches_the_base_by_the_length():
-    """As NTK-aware scaling does for a context of each row's length, and not within the first."""
+    """Within the original context nothing is stretched. A longer row has the frequencies of
+    NTK-aware scaling by the factor that its length gives.
+    """
     dynamic = RopeConfig(scaling=DynamicScaling(factor=2.0, original_max_positions=16))
     positions = jnp.arange(48).reshape(2, 24)  # of rows that are 24 and 48 tokens long
     contexts = jnp.array([16, 48])
@@ -176,7 +178,9 @@ def test_dynamic_scaling_stretches_the_base_by_the_length():
 
 
 def test_llama_3_scaling_without_a_ramp_is_a_step():
-    """As Llama 4 has it: pairs that turn more often than that are kept, others divided."""
+    """Llama 4 gives one number as both bounds. Pairs that turn more often keep their frequency, and
+    the frequencies of the others are divided by the factor.
+    """
     step = Llama3Scaling(
         factor=16.0,
         low_frequency_factor=1.0,

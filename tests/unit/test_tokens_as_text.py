@@ -200,7 +200,9 @@ def test_log_probabilities_tell_tokens_apart():
 
 @pytest.mark.parametrize("least", range(7))
 def test_a_stop_string_counts_where_it_ends(least):
-    """Of a text of one byte per token; the first string begins before the fewest tokens."""
+    """Each token is one byte of "abcdefg". The stop string "bcd" ends with the fourth: it ends
+    the answer unless more than four tokens have to come first. Then "g" does.
+    """
     stream, text = TextStream(bytes_tokenizer(), [1], ["bcd", "g"]), ""
     for number, token in enumerate(b"abcdefg", start=1):
         text += stream.push(token, may_stop=number >= least)
