@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.mamba import (
     hybrid_mixer_keys,
     read_hybrid_mixer,
@@ -18,7 +18,7 @@ from jaxinfra.hf.weights import ATTENDS, LLAMA, Family, gated, norm, outside
 
 def read_bamba(keys: Keys) -> ModelConfig:
     """Reads Bamba: Mamba 2 in all layers but those that are named."""
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     keys.ignore("num_logits_to_keep", "z_loss_coefficient")
     keys.expect(
         "partial_rotary_factor",

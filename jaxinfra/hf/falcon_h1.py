@@ -11,7 +11,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.bamba import FEED_FORWARD, NORMS, OUTER
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.mamba import hybrid_mixer_keys, read_hybrid_mixer, state_space
 from jaxinfra.hf.shared import decoder_config, decoder_keys, dense_block, with_mixers
 from jaxinfra.hf.weights import LLAMA, OUT, QKV, Family, Rule
@@ -19,7 +19,7 @@ from jaxinfra.hf.weights import LLAMA, OUT, QKV, Family, Rule
 
 def read_falcon_h1(keys: Keys) -> ModelConfig:
     """Reads Falcon-H1: the sum of attention and Mamba 2 in every layer."""
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     keys.ignore("num_logits_to_keep", "mlp_expansion_factor")
     keys.expect("mamba_use_mlp", (True, None), "every layer has a feed-forward layer")
     keys.expect("attn_layer_indices", (None,), "every layer attends")

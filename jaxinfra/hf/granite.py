@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.config.model import ExpertsConfig, ModelConfig
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.mamba import (
     hybrid_mixer_keys,
     read_hybrid_mixer,
@@ -50,7 +50,7 @@ def read_granitemoeshared(keys: Keys) -> ModelConfig:
 
 def read_granitemoehybrid(keys: Keys) -> ModelConfig:
     """Reads Granite 4: Mamba 2 and attention, each with experts and a shared one, or dense."""
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     keys.ignore(*LOSSES)
     wide = keys.integer("shared_intermediate_size")
     keys.ignore("init_method")

@@ -60,6 +60,9 @@ _PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 _ADD = "; add it, with the value that the model was trained with"
 _LARGEST = 1 << 53
+SILU = ("silu", "swish")
+"""Names of one activation."""
+
 # What sizes are divided by, and how many layers there are.
 _POSITIVE_NAMES = """
     hidden_size n_embd d_model num_attention_heads n_head n_heads num_heads

@@ -18,7 +18,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.deepseek import latent_keys, read_latent
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.shared import FULL, LINEAR, model_keys, model_of, routes, state_types
 from jaxinfra.hf.sparse import read_sigmoid_routing
 from jaxinfra.hf.weights import (
@@ -47,7 +47,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 def read_kimi_linear(keys: Keys) -> ModelConfig:
     """Reads Kimi Linear: delta attention with a decay per channel, latent attention unrotated."""
     keys = keys.named_as(**{ours: theirs for ours, theirs in _NAMES.items() if keys.has(theirs)})
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and feed-forward layers have it")
+    keys.expect("hidden_act", SILU, "convolutions and feed-forward layers have it")
     keys.expect("moe_router_activation_func", ("sigmoid",), "scores are sigmoid here")
     keys.expect("topk_method", ("noaux_tc", None), "its router always has a bias")
     keys.expect("moe_layer_freq", (1,), "every layer after the dense ones routes")

@@ -10,7 +10,7 @@ from typing import Any
 from jaxinfra.config.model import BlockConfig, ModelConfig, NormConfig
 from jaxinfra.config.recurrent import StateSpaceConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.shared import model_keys, model_of
 from jaxinfra.hf.weights import Family, Rule, WeightTable, beside, linear, norm, outside, rule
 
@@ -24,7 +24,7 @@ MAX_POSITIONS = 1 << 20
 
 def read_mamba2(keys: Keys) -> ModelConfig:
     """Reads Mamba 2 (Dao and Gu 2024)."""
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     keys.ignore("expand", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor")
     keys.ignore("residual_in_fp32", "chunk_size", "norm_before_gate")
     keys.expect("rescale_prenorm_residual", (False, None), RESCALED)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfra.config.model import ExpertsConfig, GroupedAttentionConfig, ModelConfig, NormConfig
 from jaxinfra.config.recurrent import GatedDeltaConfig
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.rope import read_rope
 from jaxinfra.hf.shared import (
     FULL,
@@ -51,7 +51,7 @@ from jaxinfra.hf.weights import (
 def read_qwen3_next(keys: Keys) -> ModelConfig:
     """Reads Qwen3-Next: three layers with a state to one with attention."""
     keys.require("num_key_value_heads", "head_dim")
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     routed = read_qwen_experts(
         keys,
         _attending(keys),
@@ -66,14 +66,14 @@ def read_qwen3_5(keys: Keys) -> ModelConfig:
     """Reads the text part of Qwen3.5: layers of Qwen3-Next with dense feed-forward layers."""
     keys.require("num_key_value_heads", "head_dim")
     keys.ignore("mlp_only_layers")  # all are dense
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     return _with_gated_delta(_attending(keys), keys)
 
 
 def read_qwen3_5_moe(keys: Keys) -> ModelConfig:
     """Reads the text part of Qwen3.5 with experts in every layer, one of them shared."""
     keys.require("num_key_value_heads", "head_dim")
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     keys.ignore(*LOSSES)
     keys.ignore("intermediate_size")  # no layer is dense
     keys.expect("mlp_only_layers", ([], None), "every layer has experts here")

@@ -12,7 +12,7 @@ from jaxinfra.config.recurrent import SelectiveScanConfig
 from jaxinfra.config.routing import RoutingConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.bamba import BAMBA, FEED_FORWARD, NORMS
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.mamba import MAMBA2, MAX_POSITIONS, RESCALED
 from jaxinfra.hf.shared import (
     as_attending,
@@ -37,7 +37,7 @@ _IGNORED = """
 
 def read_mamba(keys: Keys, **norms: Any) -> ModelConfig:
     """Reads Mamba (Gu and Dao 2023)."""
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     keys.expect("rescale_prenorm_residual", (False, None), RESCALED)
     keys.ignore(*_IGNORED.split())
     width, num_layers = keys.integer("hidden_size"), keys.integer("num_hidden_layers")
@@ -102,7 +102,7 @@ def write_falcon_mamba(config: ModelConfig) -> dict[str, Any]:
 
 def read_jamba(keys: Keys) -> ModelConfig:
     """Reads Jamba: Mamba 1 layers, some with attention; experts in some layers, no positions."""
-    keys.expect("hidden_act", ("silu", "swish"), "convolutions and gates have this activation")
+    keys.expect("hidden_act", SILU, "convolutions and gates have this activation")
     keys.expect("mamba_inner_layernorms", (True, None), "all known models have these norms")
     keys.ignore(*LOSSES, "use_mamba_kernels", "use_mambapy", "use_associative_scan")
     keys.ignore("num_logits_to_keep", "calc_logits_for_entire_prompt", "n_ctx")

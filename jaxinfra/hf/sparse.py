@@ -17,7 +17,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.shared import (
     ACTIVATION_NAMES,
     decoder_config,
@@ -265,7 +265,7 @@ def qwen_keys(config: ModelConfig) -> dict[str, Any]:
 def read_gpt_oss(keys: Keys) -> ModelConfig:
     """Reads gpt-oss: sinks, alternating windows, biases, a clamped gate (arXiv 2508.10925)."""
     keys.require("num_key_value_heads", "head_dim", "sliding_window")
-    keys.expect("hidden_act", ("silu", "swish"), "its gate is one of its own")
+    keys.expect("hidden_act", SILU, "its gate is one of its own")
     for name, value in _GATE.items():
         keys.expect(name, (value,), f"the gate here has {value}")
     top_k = keys.named("num_experts_per_tok", "experts_per_token")
