@@ -84,8 +84,10 @@ def test_the_forward_kernels_lower_for_a_gpu():
 
 
 def of_kind(given, kind):
-    """A call with a decay per channel, or without the delta rule."""
-    if kind == "channels":
+    """A call with a decay per channel, also by less than any number, or without the delta rule."""
+    if kind == "strong channels":
+        given["log_decay"] *= 100.0
+    if kind.endswith("channels"):
         channels = jnp.linspace(0.5, 1.5, given["q"].shape[-1])
         given["log_decay"] = jnp.einsum("BTN,K->BTNK", given["log_decay"], channels)
     if kind == "space":
@@ -309,6 +311,16 @@ def test_results_and_gradients_are_those_of_the_formula(shape, kind):
     got, again = run(given, d_results), run(given, d_results)
     jax.tree.map(np.testing.assert_array_equal, got, again)
     off = errors(got, jax.jit(formula)(given, d_results))
+    assert max(off.values()) < TOLERANCE, off
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+def test_decays_to_nothing_give_the_formula_s_gradients():
+    """The kernels' least decay of a token, 2^-30, is nothing beside what is rounded."""
+    shape = SHAPES["own keys"]
+    given, d_results = of_kind(inputs(shape), "strong channels"), cotangents(shape)
+    off = errors(jax.jit(pulled)(given, d_results), jax.jit(formula)(given, d_results))
     assert max(off.values()) < TOLERANCE, off
 
 

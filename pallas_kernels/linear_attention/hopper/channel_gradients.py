@@ -16,8 +16,8 @@ accumulator.
 The gradient of a sum of logarithms is ``q dQ + k later - k earlier``, channel by channel. At a
 chunk's last token it is also what the end's decay multiplies: the state and the kept keys. Of these
 the same products are taken that ``k earlier`` has, as most of both cancel. A token's product with
-itself cancels, too, but for the rounding of its factors. This shows where nearly all decays are
-below e^-10, so that their gradient is next to nothing.
+itself cancels, too: it is kept in fp32 beside the others, as the rounding of its factors would be
+the whole gradient where decays are strong.
 
 A block has a warpgroup for each sum. The second one also adds the logarithms' gradients up, from
 the chunk's end back, as a product with a triangle of ones, while the others begin the next chunk.
@@ -221,7 +221,8 @@ class _ChannelGradients:
             gmem, smem, item, "d_out", [("d_out", "solved")], "states", loads=True
         )
         plgpu.barrier_wait(smem.tokens_full)
-        weights = self.weights_of_read(smem, weights, is_strict=False)
+        own = self.own_weights(smem, weights)
+        weights = self.weights_of_read(smem, weights)
         found = found * self.by_row(smem, Gate.ENTERED, found.shape)
         for half in levels.HALVES:
             found = levels.scaled(found, smem.sums, levels.reading(half))
@@ -234,7 +235,10 @@ class _ChannelGradients:
         found = levels.scaled(found, smem.sums, levels.READ)
         self.meet(smem)  # all have read the sums of logarithms and the factors
         for first in _SIDES:
-            part, queries = lax.slice(found, *_corners(first)), _side(smem.q, first)
+            keys, queries = _side(smem.k, first), _side(smem.q, first)
+            part = lax.slice(found, *_corners(first)) + self.load(keys) * lax.broadcast_in_dim(
+                own, (CHUNK, _SIDE), [0]
+            )
             _side(smem.sums, first)[...] = part * self.load(queries)
             queries[...] = part.astype(self.dtype)
         plgpu.commit_smem()
@@ -249,7 +253,7 @@ class _ChannelGradients:
         weights, found = self.with_states(gmem, smem, item, "d_v", [("d_v", "solved")], "states")
         plgpu.barrier_wait(smem.tokens_full)
         write_registers(levels.diagonal(weights), gmem.d_beta.at[b, m, chunk])
-        weights = self.weights_of_read(smem, -weights, is_strict=True)
+        weights = self.weights_of_read(smem, -weights)
         found = -found * self.by_row(smem, Gate.ENTERED, found.shape)
         for half in levels.HALVES:
             found = levels.scaled(found, smem.sums, levels.reading(half))
@@ -289,10 +293,12 @@ class _ChannelGradients:
         *products, found = self.with_states(gmem, smem, item, "solved", pairs, "d_states")
         plgpu.barrier_wait(smem.tokens_full)
         beta = self.by_row(smem, Gate.BETA, (CHUNK, CHUNK))
-        first, weights = load_gate(smem.gates, Gate.FIRST, column_layout()), []
-        for product, is_strict in zip(products, (False, True), strict=True):
-            product = levels.seen(product * beta, first, is_strict=is_strict, by_reader=False)
-            weights.append((-product if is_strict else product).astype(self.dtype))
+        own = self.own_weights(smem, products[0])
+        first = load_gate(smem.gates, Gate.FIRST, column_layout())
+        weights = [
+            levels.seen(product * sign, first, by_reader=False).astype(self.dtype)
+            for product, sign in zip(products, (beta, -beta), strict=True)
+        ]
         found = found * lax.broadcast_in_dim(self.written(smem), found.shape, [0])
         for half in levels.HALVES:
             self.meet(smem)
@@ -304,6 +310,7 @@ class _ChannelGradients:
             keys = 2 if half == levels.LAST else 1
             found = with_products(found, tiles, [(of_queries, 0), (of_keys, keys)])
         found = levels.scaled(found, smem.sums, levels.WRITTEN)
+        found = found + self.load(smem.q) * lax.broadcast_in_dim(own, found.shape, [0])
         self.meet(smem)
         wide[...] = found
         plgpu.commit_smem()
@@ -334,12 +341,20 @@ class _ChannelGradients:
         wide = plgpu.ACC((CHUNK, _WIDTH), jnp.float32)
         return pl.run_scoped(products, *[square] * len(pairs), wide)
 
-    def weights_of_read(self, smem, products: jax.Array, *, is_strict: bool) -> jax.Array:
-        """Computes dP or dN of the products of readers (rows) with values."""
+    def own_weights(self, smem, products: jax.Array) -> jax.Array:
+        """Computes dP of each token with itself, fp32 [64].
+
+        A token's decay to itself is 1, and its products cancel in the gradient of logarithms.
+        Products of rounded factors would not.
+        """
+        return levels.diagonal(products) * load_gate(smem.gates, Gate.BETA, row_layout())
+
+    def weights_of_read(self, smem, products: jax.Array) -> jax.Array:
+        """Computes dP or dN of the products of readers (rows) with values, but of own ones."""
         beta = load_gate(smem.gates, Gate.BETA, column_layout())
         products *= lax.broadcast_in_dim(beta, products.shape, [1])
         first = load_gate(smem.gates, Gate.FIRST, row_layout())
-        return levels.seen(products, first, is_strict=is_strict, by_reader=True).astype(self.dtype)
+        return levels.seen(products, first, by_reader=True).astype(self.dtype)
 
     def written(self, smem) -> jax.Array:
         """Computes ``Gate.WRITTEN`` of each token."""

@@ -73,8 +73,8 @@ def _by_strip(tile: jax.Array, is_kept: Callable[[Any, int], Any]) -> jax.Array:
     return keep(tile)
 
 
-def seen(products: jax.Array, first: jax.Array, *, is_strict: bool, by_reader: bool) -> jax.Array:
-    """Keeps the products of tokens i that see tokens j, as ``gates.passed``, of no decay.
+def seen(products: jax.Array, first: jax.Array, *, by_reader: bool) -> jax.Array:
+    """Keeps the products of tokens i that see earlier tokens j, as ``gates.passed``.
 
     Args:
         first: ``Gate.FIRST`` of tokens i: of rows if ``by_reader``, else of columns.
@@ -92,8 +92,7 @@ def seen(products: jax.Array, first: jax.Array, *, is_strict: bool, by_reader: b
         def is_seen(row, column, at, which):
             i, j = (row, column) if by_reader else (column, row)
             begin = arith.fptosi(i32(), _element(firsts.registers.flat[at], which))
-            is_earlier = _is("slt" if is_strict else "sle", j, i)
-            return arith.andi(is_earlier, _is("sge", j, begin))
+            return arith.andi(_is("slt", j, i), _is("sge", j, begin))
 
         return _kept(products, is_seen)
 
