@@ -238,6 +238,8 @@ def test_prompts_are_scored_shortened_and_salted(running, client):
     assert cached("a") == 0
     assert cached("a") > 0
     assert cached("b") == 0
+    several = client.completions.create(**asked, n=4, extra_body={"cache_salt": "c"})
+    assert several.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_a_conversation_goes_on_within_its_last_message(running, client):

@@ -44,13 +44,15 @@ class Usage:
     """Counts of the prompt, cached and new tokens of an HTTP request."""
 
     prompts: Sequence[tuple[int, ...]]
-    cached: dict[int, int] = dataclasses.field(default_factory=dict)
+    n: int = 1  # continuations of each prompt
+    cached: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens by prompt
     new: int = 0
 
     def count(self, place: int, progress: RequestProgress) -> None:
         """Counts the tokens of a step's progress for one request, given by its index."""
         self.new += len(progress.tokens)
-        self.cached[place] = progress.num_cached
+        if place % self.n == 0:  # what further continuations share, this one computed
+            self.cached[place] = progress.num_cached
 
     def body(self, *, reasoning: int | None = None) -> dict[str, Any]:
         """Returns the ``usage`` object of OpenAI's API.
@@ -144,7 +146,7 @@ class AnswerForm:
         Raises:
             GenerationFailedError: the engine failed to finish one of the requests.
         """
-        usage = Usage(prompts=self._prompts)
+        usage = Usage(prompts=self._prompts, n=self._body.n)
         parts = [self.before(index) for index in range(len(requests))]
         async for arrived in batches:
             for place, came in arrived:
@@ -163,7 +165,7 @@ class AnswerForm:
 
         A choice's tokens that came at a time are one piece; pieces of one time are one value.
         """
-        usage, begun = Usage(prompts=self._prompts), set[int]()
+        usage, begun = Usage(prompts=self._prompts, n=self._body.n), set[int]()
         options = self._body.stream_options
         head = self._head | {"object": self.chunk}
         async for arrived in batches:
