@@ -212,6 +212,12 @@ def test_rules_of_tokens_reach_the_draw(running, client):
     stop = text[2:4]
     kept = ask(stop=[stop], extra_body={"include_stop_str_in_output": True})
     assert kept.text == text[: text.index(stop) + len(stop)]
+    letter = next(each for each in text[1:] if each.isascii())
+    last = {"stop_token_ids": [ord(letter)]}
+    assert ask(extra_body=last).text == text[: text.index(letter)]
+    kept = ask(extra_body=last | {"include_stop_str_in_output": True})
+    assert kept.text == text[: text.index(letter) + 1]
+    assert ask(**ends, extra_body={"include_stop_str_in_output": True}).text == ""
     late = ask(stop=[text[0]], extra_body={"min_tokens": 3}).text
     assert len(late) >= 3
 

@@ -68,7 +68,7 @@ class GenerationRequest:
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
     adapter: str | None = None  # name in the engine's bank; None: the base model
     scores_prompt: bool = False  # with ``sampling.logprobs``: of the prompt's tokens too
-    keeps_stop: bool = False  # the stop string that ends the text is part of it
+    keeps_stop: bool = False  # the stop string or token that ends the text is part of it
     min_tokens: int = 0  # stop strings are ignored before this many tokens
     silent_ids: frozenset[int] = frozenset()  # tokens that add no text
     cache_salt: str | None = None  # requests of different salts share no pages

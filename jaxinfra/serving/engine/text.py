@@ -17,7 +17,7 @@ class TextStream:
     Args:
         prompt_ids: tokens of the prompt; some tokenizers drop a space after them.
         stop: strings at which the text ends; they are not part of it.
-        keeps_stop: the string that ends the text is part of it.
+        keeps_stop: the string or token that ends the text is part of it.
         silent_ids: tokens that add no text.
     """
 
@@ -95,10 +95,9 @@ def end_of(
         num_tokens: tokens of the prompt and new ones, this one included.
         limit: most tokens of both.
     """
-    if token in request.eos_ids:
-        return EndReason.EOS, ""
-    if token in request.stop_ids:
-        return EndReason.STOP, ""
+    if token in request.eos_ids or token in request.stop_ids:
+        end = EndReason.EOS if token in request.eos_ids else EndReason.STOP
+        return end, stream.push(token) if stream is not None and request.keeps_stop else ""
     text = ""
     if stream is not None:
         drawn = num_tokens - len(request.prompt_ids)
