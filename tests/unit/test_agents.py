@@ -162,6 +162,47 @@ def test_a_response_cut_within_a_call_says_so(tmp_path):
     asyncio.run(run())
 
 
+def respond(directory, *turns, form="hermes"):
+    """Answers of requests of which each follows the one before; and the server.
+
+    Args:
+        turns: of each request, the script of its answer and its body.
+    """
+
+    async def run():
+        served, answers = ScriptedServer(directory, form=form), []
+        async with served.http() as http:
+            for script, body in turns:
+                served.engine.script = [script]
+                before = {"previous_response_id": answers[-1]["id"]} if answers else {}
+                tools = [{"type": "function", "name": "look", "parameters": PARAMETERS}]
+                asked = {"model": "m", "tools": tools} | before | body
+                answers.append((await http.post("/v1/responses", json=asked)).json())
+        return served, answers
+
+    return asyncio.run(run())
+
+
+def test_a_result_has_its_calls_name_whether_the_response_was_kept_or_not(tmp_path):
+    """Some chat templates write it."""
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "sun"}
+    served, _ = respond(tmp_path, ("So.", {"input": [call]}), ("So.", {"input": [result]}))
+    assert '"role": "tool", "tool_call_id": "c", "content": "sun", "name": "look"' in (
+        served.engine.prompt()
+    )
+    _, (answer,) = respond(tmp_path, ("So.", {"input": [call | {"call_id": ["c"]}]}))
+    assert "input[0] (function_call) has no call_id that is a text" in answer["error"]["message"]
+
+
+def test_a_whole_call_is_completed_where_one_after_it_is_left_out_and_cut(tmp_path):
+    text = spelled_calls("hermes", [("look", {"city": "Rome"}), ("look", {"city": "Ur"})])
+    asked = {"input": "x", "parallel_tool_calls": False}
+    _, (answer,) = respond(tmp_path, (f"{text[:-20]}...", asked))
+    assert answer["status"] == "incomplete"
+    assert [item["status"] for item in answer["output"]] == ["completed"]
+
+
 async def anthropic_loop(client, *, stream):
     """Runs five tool calls through Anthropic's Messages API."""
     tools = [{"name": "look", "input_schema": PARAMETERS}]

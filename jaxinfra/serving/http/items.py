@@ -35,6 +35,7 @@ class AnswerItem:
     id: str = ""  # of a call
     name: str = ""  # of a call's function
     text: str = ""  # or the call's arguments as JSON text
+    is_cut: bool = False  # the answer ended within it before the model did
 
 
 class ChangeKind(enum.Enum):
@@ -130,7 +131,7 @@ class AnswerItems:
         item, self._open = self._open, None
         if item is None:
             return []
-        changes = []
+        changes, item.is_cut = [], not is_whole
         if item.kind is PieceKind.CALL and not item.text and is_whole:
             changes.append(self._grow(item, "{}"))  # a call without arguments
         return [*changes, ItemChange(ChangeKind.CLOSED, item)]

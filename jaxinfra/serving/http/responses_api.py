@@ -114,8 +114,7 @@ class ResponsesBody(ClientBody):
         """
         messages = _leading_system(
             ([{"role": "system", "content": self.instructions}] if self.instructions else [])
-            + before
-            + messages_of(self.input)
+            + _with_names([*before, *messages_of(self.input)])
         )
         choice: Any = self.tool_choice
         if isinstance(choice, ChosenFunction):
@@ -157,6 +156,19 @@ def _leading_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages] if texts else messages
 
 
+def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds to each tool's result the name of the called function, which some templates read."""
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls", ())
+    }
+    return [
+        each | {"name": names[each["tool_call_id"]]} if each.get("tool_call_id") in names else each
+        for each in messages
+    ]
+
+
 _PARTS = ("input_text", "output_text", "text")
 
 
@@ -179,6 +191,12 @@ def _text(content: Any, *, where: str) -> str:
     return "".join(texts)
 
 
+def _call_id(item: dict[str, Any]) -> str:
+    if not isinstance(item["call_id"], str):
+        raise TypeError("call_id that is a text")
+    return item["call_id"]
+
+
 def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns input items as messages of chat completions.
 
@@ -188,7 +206,6 @@ def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
 
     def said() -> dict[str, Any]:
         """The assistant's message that goes on."""
@@ -214,16 +231,12 @@ def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                         texts
                     )
                 case "function_call":
-                    names[item["call_id"]] = item["name"]
                     function = {"name": item["name"], "arguments": item["arguments"]}
-                    call = {"id": item["call_id"], "type": "function", "function": function}
+                    call = {"id": _call_id(item), "type": "function", "function": function}
                     said().setdefault("tool_calls", []).append(call)
                 case "function_call_output":
-                    called = item["call_id"]
-                    message = {"role": "tool", "tool_call_id": called}
-                    message["content"] = _text(item["output"], where=where)
-                    named = {"name": names[called]} if called in names else {}
-                    messages.append(message | named)
+                    text, called = _text(item["output"], where=where), _call_id(item)
+                    messages.append({"role": "tool", "tool_call_id": called, "content": text})
                 case other:
                     raise DataError(
                         f"{where} is of type {other!r}; taken are message, reasoning, "
@@ -360,18 +373,15 @@ class ResponseForm(ItemsForm):
             "status": status,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._item(each, self._status(each)) for each in self.items.items],
+            "output": [self._item(each) for each in self.items.items],
             "usage": None if status == "in_progress" else usage,
         }
 
-    def _status(self, item: AnswerItem) -> str:
-        """Returns whether an item that has ended is whole: the last one may be cut off."""
-        is_last = item is self.items.items[-1]
-        return "incomplete" if self.is_cut and is_last else "completed"
-
-    def _item(self, item: AnswerItem, status: str, text: str | None = None) -> dict[str, Any]:
-        text = item.text if text is None else text
-        head = {"id": self._id(item), "status": status}
+    def _item(self, item: AnswerItem, *, is_begun: bool = False) -> dict[str, Any]:
+        """Returns an item's JSON object: as it ended, or as it began, without its text."""
+        text = "" if is_begun else item.text
+        ended = "incomplete" if item.is_cut else "completed"
+        head = {"id": self._id(item), "status": "in_progress" if is_begun else ended}
         match item.kind:
             case PieceKind.CALL:
                 fields = {"call_id": item.id, "name": item.name, "arguments": text}
@@ -421,7 +431,7 @@ class ResponseForm(ItemsForm):
         logprobs = {"logprobs": []} if is_text else {}
         match change.kind:
             case ChangeKind.OPENED:
-                added = self._item(item, "in_progress", text="")
+                added = self._item(item, is_begun=True)
                 yield self._event("output_item.added", **at, item=added)
                 if is_text:
                     yield self._event("content_part.added", **within, part=_part(""))
@@ -434,9 +444,7 @@ class ResponseForm(ItemsForm):
                 yield self._event(f"{name}.done", **within, **whole)
                 if is_text:
                     yield self._event("content_part.done", **within, part=_part(item.text))
-                yield self._event(
-                    "output_item.done", **at, item=self._item(item, self._status(item))
-                )
+                yield self._event("output_item.done", **at, item=self._item(item))
 
 
 def _part(text: str) -> dict[str, Any]:
