@@ -411,9 +411,30 @@ def test_settings_of_the_template_and_hints_reach_it(tmp_path):
 
 
 def test_special_tokens_add_no_text_where_they_are_not_wanted(tmp_path):
-    text = "a<|call|>b" + spelled_calls("mistral", [("look", {"city": "Rome"})])
-    _, told = asked_once(tmp_path, text, form="mistral", tools=[TOOL], skip_special_tokens=True)
+    """By default, as in vLLM; marks of calls and stop strings are found all the same."""
+    calls = spelled_calls("mistral", [("look", {"city": "Rome"})])
+    text = "a<|call|>b" + calls.replace("look", "look[CALL_ID]abc123def")
+    asked = {"form": "mistral", "tools": [TOOL]}
+    _, told = asked_once(tmp_path, text, **asked)
     assert told["message"]["content"] == "ab"
-    assert len(told["message"]["tool_calls"]) == 1
-    _, told = asked_once(tmp_path, text, form="mistral", tools=[TOOL])
+    (call,) = told["message"]["tool_calls"]
+    assert call["function"]["name"] == "look"
+    _, told = asked_once(tmp_path, text, **asked, skip_special_tokens=False)
     assert told["message"]["content"] == "a<|call|>b"
+    _, told = asked_once(tmp_path, text, **asked, stop=["<|call|>"])
+    assert told["message"]["content"] == "a"
+    _, told = asked_once(tmp_path, text, **asked, limits={"tool_parser": "none"})
+    assert told["message"]["content"].startswith("ab[TOOL_CALLS]look")
+
+
+def test_offsets_of_a_completion_are_in_its_text(tmp_path):
+    async def run():
+        served = ScriptedServer(tmp_path)
+        served.engine.script = ["a<|call|>bc"]
+        asked = {"model": "m", "prompt": "x", "max_tokens": 9, "logprobs": 0}
+        async with served.http() as http:
+            return (await http.post("/v1/completions", json=asked)).json()["choices"][0]
+
+    told = asyncio.run(run())
+    assert told["text"] == "abc"
+    assert told["logprobs"]["text_offset"] == [0, 1, 1, 2, 3]

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, final
 
 import prometheus_client
@@ -257,6 +257,7 @@ class CompletionForm(AnswerForm):
 
     Args:
         echoes: texts of the prompts, to be put before the answers; None: answers only.
+        silent_ids: sampled tokens that add no text.
     """
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
@@ -269,9 +270,10 @@ class CompletionForm(AnswerForm):
         *,
         tokenizer: Tokenizer,
         echoes: Sequence[str] | None,
+        silent_ids: Collection[int],
     ):
         super().__init__(model, prompts, body, tokenizer=tokenizer)
-        self._echoes = echoes
+        self._echoes, self._silent = echoes, silent_ids
         # Of each choice, the text so far: how it goes on, and its length.
         self._texts: dict[int, tuple[StreamDecoder, int]] = {}
 
@@ -312,10 +314,10 @@ class CompletionForm(AnswerForm):
                 None if each is None else self._named(each.top[:most], last)
                 for each, last in zip(scores, before, strict=True)
             ],
-            "text_offset": self._offsets(index, tokens),
+            "text_offset": self._offsets(index, part),
         }
 
-    def _offsets(self, index: int, tokens: Sequence[int]) -> list[int]:
+    def _offsets(self, index: int, part: ChoicePart) -> list[int]:
         """Returns where each token, or the character it is part of, begins in a choice's text."""
         place = index // self._body.n
         prompt = self._prompts[place]
@@ -330,9 +332,10 @@ class CompletionForm(AnswerForm):
                 len(self._echoes[place]) - len(whole),
             )
         offsets = []
-        for token in tokens:
+        for place, token in enumerate([*part.prompt, *part.tokens]):
             offsets.append(max(length, 0))
-            length += len(decoder.push(token))
+            if place < len(part.prompt) or token not in self._silent:
+                length += len(decoder.push(token))
         self._texts[index] = decoder, length
         return offsets
 

@@ -174,7 +174,14 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
                 text if isinstance(text, str) and is_whole else service.tokenizer.decode(ids)
                 for text, ids in zip(body.prompts, prompts, strict=True)
             ]
-        form = CompletionForm(name, prompts, body, tokenizer=service.tokenizer, echoes=echoes)
+        form = CompletionForm(
+            name,
+            prompts,
+            body,
+            tokenizer=service.tokenizer,
+            echoes=echoes,
+            silent_ids=requests[0].silent_ids,
+        )
         return await _answer(service, http, body, form, requests)
 
     @app.post("/v1/chat/completions")

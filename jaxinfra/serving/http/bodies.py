@@ -205,7 +205,7 @@ class GenerationBody(ClientBody):
     allowed_token_ids: TokenIds | None = pydantic.Field(default=None, min_length=1)
     truncate_prompt_tokens: int | None = pydantic.Field(default=None, ge=-1)
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = False
+    skip_special_tokens: bool = True
     prompt_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
     return_token_ids: bool = False
     cache_salt: str | None = pydantic.Field(default=None, min_length=1)

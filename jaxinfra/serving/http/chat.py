@@ -48,11 +48,6 @@ class ChatTurn:
         """Makes the parser of one answer."""
         return answer_parser(self.form, self.schemas, self.thinking, is_open=self.is_open)
 
-    @property
-    def marks(self) -> set[str]:
-        """Texts around calls and reasoning that the parser looks for."""
-        return {*(self.thinking or ()), *(marks_of(self.form) if self.form else ())}
-
 
 @final
 class Chat:
@@ -89,7 +84,11 @@ class Chat:
         if tool_parser not in ("auto", "none", *TOOL_FORMS):
             known = ", ".join(("auto", "none", *TOOL_FORMS))
             raise ConfigError(f"tool parser {tool_parser!r} is not known; known are {known}")
-        self.form = form_of(source) if tool_parser == "auto" else TOOL_FORMS.get(tool_parser)
+        shown = form_of(source)
+        self.form = shown if tool_parser == "auto" else TOOL_FORMS.get(tool_parser)
+        forms = [each for each in (shown, self.form) if each is not None]
+        # Texts around calls and reasoning, which stay in an answer's text where none parses them.
+        self.marks = {*(thinking_of(source) or ()), *(mark for f in forms for mark in marks_of(f))}
         is_told = reads_reasoning and not (self.form and self.form.reads_reasoning)
         self.thinking = thinking_of(source) if is_told else None
 

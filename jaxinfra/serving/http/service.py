@@ -8,6 +8,7 @@ import asyncio
 import bisect
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import secrets
@@ -349,7 +350,7 @@ class Service:
         new = self._length(body, default_tokens)
         sampling = body.sampling(self._model.defaults if self.limits.uses_defaults else {})
         seed = secrets.randbits(32) if body.seed is None else body.seed
-        silent = self._silent(turn) if body.skip_special_tokens else frozenset()
+        silent = self._silent(body) if body.skip_special_tokens else frozenset()
         result = []
         for prompt in prompts:
             if len(prompt) > self.context:
@@ -401,10 +402,20 @@ class Service:
         most = self.context if wanted < 0 else wanted
         return prompt[max(len(prompt) - most, 0) :]
 
-    def _silent(self, turn: ChatTurn | None) -> frozenset[int]:
-        """Special tokens that add no text, where the client wants none: all but those parsed."""
-        parsed = {self.tokenizer.id_of(mark) for mark in (turn.marks if turn else ())}
-        return self.tokenizer.special_ids - parsed
+    def _silent(self, body: GenerationBody) -> frozenset[int]:
+        """Special tokens that add no text, where the client wants none: all but marks of calls and
+        reasoning, and those that its stop strings spell.
+        """
+        special = self.tokenizer.special_ids
+        if body.stops:
+            stops = "\n".join(body.stops)
+            special = {each for each in special if self.tokenizer.spelled(each) not in stops}
+        return frozenset(special) - self._marks
+
+    @functools.cached_property
+    def _marks(self) -> set[int | None]:
+        """Tokens around calls and reasoning, as the model's chat template has them."""
+        return {self.tokenizer.id_of(mark) for mark in self.chat.marks}
 
     def _constraint(self, body: GenerationBody, turn: ChatTurn | None) -> Constraint | None:
         """Makes the limit of one answer's tokens; None if any may come."""

@@ -32,6 +32,7 @@ class ToolForm:
     writes_one: bool = False  # an answer has one call
     reads_reasoning: bool = False  # the parser tells reasoning from text itself
     id_length: int = 24  # characters of a call's id
+    also_read: tuple[str, ...] = ()  # further marks that the parser looks for
 
 
 _XML = {"quotes_text": False}
@@ -91,6 +92,7 @@ _FORMS = (
         marks=("[TOOL_CALLS]", "[ARGS]"),
         before="[TOOL_CALLS]NAME[ARGS]",
         id_length=9,
+        also_read=("[CALL_ID]",),
     ),
     ToolForm(
         name="mistral_list",
@@ -121,6 +123,7 @@ _FORMS = (
         separator=", ",
         closed="]",
         field=("KEY=", "", ", "),
+        also_read=("<|python_start|>", "<|python_tag|>", "<|python_end|>"),
     ),
     ToolForm(
         name="llama3_json",
@@ -129,6 +132,7 @@ _FORMS = (
         before='{"name": "NAME", "parameters": ',
         after="}",
         separator="; ",
+        also_read=("<|python_tag|>",),
     ),
 )
 TOOL_FORMS: Mapping[str, ToolForm] = {form.name: form for form in _FORMS}
@@ -142,7 +146,7 @@ def marks_of(form: ToolForm) -> set[str]:
     """Returns the texts around a form's calls that may be special tokens."""
     thought = _HARMONY_THOUGHT if form.reads_reasoning else ()
     texts = (form.opened, form.before, form.after, form.closed, *(form.field or ()), *thought)
-    return {mark for text in texts for mark in _MARK.findall(text)}
+    return {*form.also_read, *(mark for text in texts for mark in _MARK.findall(text))}
 
 
 def form_of(template: str) -> ToolForm | None:
