@@ -56,7 +56,9 @@ def launch(
         kernel_name=name,
         **grid,
     )(*_flat(operands))
-    return _grouped(results, outs)[0]
+    # XLA fuses a kernel with the store of its result to a slice of a loop's stacked residuals. If
+    # the result has another use, the kernel would then run twice.
+    return _grouped(results, lax.optimization_barrier(outs))[0]
 
 
 def references(arrays: Sequence[jax.Array]) -> list[Any]:
