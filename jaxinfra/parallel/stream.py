@@ -169,7 +169,9 @@ def stream_products(placement: Placement | None) -> StreamProducts | None:
     ids = [device.id for device in placement.mesh.devices.flat]
     if ids != [*range(len(ids))]:
         return None  # Mosaic GPU counts peers from the first device
-    return StreamProducts(placement=placement) if is_measured(sizes[MeshAxis.TENSOR]) else None
+    if not is_measured(sizes[MeshAxis.TENSOR], of=len(ids)):
+        return None
+    return StreamProducts(placement=placement)
 
 
 def _in(arrays: Any, dtype: Any) -> Any:

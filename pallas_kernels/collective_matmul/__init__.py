@@ -1,9 +1,7 @@
 """Matmuls that gather their rows, or scatter their sums, over the devices of a mesh axis.
 
-On two H200s each kernel alone was right and up to 1.78 times as fast as XLA's collective and
-product. Programs of several kernels computed wrong values there, since CUDA graphs kept earlier
-addresses of a peer's arrays. The kernels read addresses themselves now, which has not run on two
-GPUs. So they are refused on several devices, and "auto" takes XLA.
+Hopper kernels send over NVLink while they multiply. They are refused on meshes of more than two
+devices, on which none was run.
 """
 
 from .api import CollectiveImplementation as CollectiveImplementation

@@ -106,7 +106,13 @@ def _is_faster(op: str, call: CollectiveCall) -> bool:
     return False
 
 
-def is_measured(devices: int) -> bool:
-    """Whether "auto" may choose the kernels for an axis of this many devices."""
-    found = (dict(row.case)["devices"] == devices for row in tables.find(TUNED, "dispatch"))
-    return device.why_not_one_hopper() is None and any(found)
+def is_measured(devices: int, *, of: int) -> bool:
+    """Whether "auto" may choose the kernels.
+
+    Args:
+        devices: number of devices of the axis.
+        of: number of devices of the mesh.
+    """
+    if of > MOST_DEVICES or jax.process_count() > 1 or device.why_not_one_hopper() is not None:
+        return False
+    return any(dict(row.case)["devices"] == devices for row in tables.find(TUNED, "dispatch"))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import all_gather_matmul, matmul_reduce_scatter
@@ -56,10 +56,21 @@ class CollectiveCase:
         ds = [rng.normal(size=(self.B, self.M, n)).astype(self.dtype) for n in columns]
         return (xs[:1], weights, ds) if gathers else (xs, weights, ds[:1])
 
+    def specs(self, *, gathers: bool) -> tuple[P, P, P]:
+        """Partition specs of xs, of weights and of results."""
+        weight = P(None, AXIS) if gathers != self.transposed else P(AXIS, None)
+        inward, outward = (POSITIONS, COLUMNS) if gathers else (COLUMNS, POSITIONS)
+        return inward, weight, outward
+
+    def on(self, mesh: Mesh, *, gathers: bool) -> Any:
+        """The arrays of ``draw``, on the devices of a mesh."""
+        places = (NamedSharding(mesh, spec) for spec in self.specs(gathers=gathers))
+        given = zip(self.draw(gathers=gathers), places, strict=True)
+        return tuple(jax.device_put(arrays, place) for arrays, place in given)
+
     def run(self, mesh: Mesh, implementation: str, *, gathers: bool) -> Any:
         """Function of (xs, weights), whole arrays, that returns a tuple of results."""
-        is_rows = gathers != self.transposed
-        weight = P(None, AXIS) if is_rows else P(AXIS, None)
+        inward, weight, outward = self.specs(gathers=gathers)
         options = dict(axis=AXIS, transposed=self.transposed, implementation=implementation)
 
         def gather(xs, weights):
@@ -68,7 +79,6 @@ class CollectiveCase:
         def scatter(xs, weights):
             return (matmul_reduce_scatter(tuple(zip(xs, weights, strict=True)), **options),)
 
-        inward, outward = (POSITIONS, COLUMNS) if gathers else (COLUMNS, POSITIONS)
         return jax.shard_map(
             gather if gathers else scatter, mesh=mesh, in_specs=(inward, weight), out_specs=outward
         )

@@ -1,5 +1,7 @@
 """Projections that gather and scatter the stream themselves: values, and the collectives sent."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from jaxinfra.parallel import execution
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.stream import StreamProducts, stream_products
+from pallas_kernels.common import device
 from tests.sharded.test_meshes import assert_as_one_device, run
 
 SPLIT = ShardingConfig(sequence_parallel=True)
@@ -104,3 +107,16 @@ def test_only_meshes_that_were_measured_have_them():
     for sharding in (SPLIT, ShardingConfig()):
         assert stream_products(Placement(mesh=mesh, rules=state_rules(sharding))) is None
     assert stream_products(None) is None
+
+
+def test_only_meshes_of_two_hopper_gpus_have_them(monkeypatch):
+    def products(**axes):
+        mesh = make_mesh(MeshConfig(**axes), devices=jax.devices()[: math.prod(axes.values())])
+        return stream_products(Placement(mesh=mesh, rules=state_rules(SPLIT)))
+
+    with device.compiling_for(device.H200):
+        assert products(tensor=2) is not None
+        assert products(fsdp=2, tensor=2) is None
+        assert products(tensor=4) is None
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        assert products(tensor=2) is None, "kernels cannot write to another process's memory"
