@@ -23,6 +23,7 @@ with _epy.lazy_api_imports(globals()):
     from jaxinfra.config.data import TokenizerConfig as TokenizerConfig
     from jaxinfra.config.files import read_run_config as read_run_config
     from jaxinfra.config.finetune import LoraConfig as LoraConfig
+    from jaxinfra.config.latent import IndexerConfig as IndexerConfig
     from jaxinfra.config.mesh import MeshConfig as MeshConfig
     from jaxinfra.config.mesh import ShardingConfig as ShardingConfig
     from jaxinfra.config.mesh import parse_mesh as parse_mesh

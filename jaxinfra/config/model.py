@@ -6,6 +6,7 @@ from collections.abc import Callable
 from jaxinfra import axes
 from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.kinds import Branches, Head, MlpKind, NormPlacement, QkNormOver
+from jaxinfra.config.latent import LatentAttentionConfig as LatentAttentionConfig
 from jaxinfra.config.limits import check_cap, check_window, require_positive, require_within
 from jaxinfra.config.norm import NormConfig as NormConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
@@ -127,80 +128,6 @@ class GroupedAttentionConfig:
         dims = (axes.KV_HEADS, axes.HEAD)
         return CacheSpec(
             arrays=tuple(CachedArray(name=name, shape=shape, dims=dims) for name in ("k", "v")),
-            window=self.window,
-        )
-
-
-@record
-class LatentAttentionConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-
-    Examples:
-        >>> sizes = dict(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
-        >>> rope = jaxinfra.RopeConfig(pairs="neighbours")
-        >>> jaxinfra.LatentAttentionConfig(num_q_heads=128, rope=rope, **sizes).head_dim
-        192
-    """
-
-    num_q_heads: int  # query heads
-    query_rank: int | None  # None: queries are not compressed
-    kv_rank: int  # width of the cached latent
-    nope_dim: int  # width of a head's part without RoPE
-    rope_dim: int  # width of a head's part with RoPE; all heads share one such key
-    value_dim: int  # width of a head's value
-    rope: RopeConfig | None  # rotary positions; None: none
-    norm: NormConfig = NormConfig()  # norm of the compressed queries, keys and values
-    bias: bool = False  # biases of the down projections and of the output projection
-    window: int | None = None  # as in grouped attention
-    logit_soft_cap: float | None = None  # as in grouped attention
-    scale: float | None = None  # multiplies scores; None: (nope_dim + rope_dim)^-0.5
-
-    def __post_init__(self) -> None:
-        require_positive(self, "num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
-        require_within(num_q_heads=self.num_q_heads, kv_rank=self.kv_rank, head_dim=self.head_dim)
-        if self.query_rank is not None and self.query_rank < 1:
-            raise ConfigError(f"query_rank={self.query_rank} must be at least 1, or none")
-        if self.rope is not None:
-            check_rope(self.rope, head_dim=self.rope_dim)
-        check_window(self.window)
-        check_cap(self.logit_soft_cap)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of key/value heads; each is rebuilt from the latent."""
-        return self.num_q_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Query and key width of a head."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def rotated_dim(self) -> int:
-        """Width of the part of a head that is rotated (RoPE)."""
-        return self.rope_dim
-
-    @property
-    def score_width(self) -> int:
-        """Query width over all heads in q k^T."""
-        return self.num_q_heads * self.head_dim
-
-    @property
-    def value_width(self) -> int:
-        """Value width over all heads in p v."""
-        return self.num_q_heads * self.value_dim
-
-    @property
-    def tensor_sizes(self) -> dict[str, int]:
-        """Sizes by name that tensor parallelism divides."""
-        return {"num_q_heads": self.num_q_heads}
-
-    @property
-    def cache(self) -> CacheSpec:
-        """The cache: the latent and the shared rotated key."""
-        arrays = (("latent", self.kv_rank), ("rotated_key", self.rope_dim))
-        return CacheSpec(
-            arrays=tuple(CachedArray(name=n, shape=(w,), dims=(None,)) for n, w in arrays),
             window=self.window,
         )
 

@@ -70,13 +70,6 @@ FAMILIES = {name: family for each in _READERS for name, family in each.FAMILIES.
 """Readers by ``model_type``, in the order in which an export looks for one that says the model."""
 
 
-_UNREAD = {
-    "deepseek_v32": "its indexer, which chooses the keys of each query, is not computed here; "
-    "renamed to deepseek_v3 it would be another model",
-}
-"""Architectures whose nearest one that is read would compute something else."""
-
-
 def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
     """Reads the model that a Hugging Face ``config.json`` describes, of images only the text part.
 
@@ -137,8 +130,6 @@ def model_type_of(values: Mapping[str, Any]) -> str:
             f"model_type={model_type!r}: the config does not name its architecture; is it a "
             'config.json of Hugging Face? Add "model_type", such as "llama"'
         )
-    if model_type in _UNREAD:
-        raise ConfigError(f"model_type={model_type!r} is not supported: {_UNREAD[model_type]}")
     if model_type not in FAMILIES:
         raise ConfigError(
             f"model_type={model_type!r} is not supported{nearest(model_type, FAMILIES)}"

@@ -1,4 +1,4 @@
-"""Configs of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), both ways.
+"""Configs of DeepSeek-V2, V3 and V3.2 (arXiv 2405.04434, 2412.19437, 2512.02556), both ways.
 
 Of V3's multi-token prediction the first module is read, and others are left out. Keys of auxiliary
 losses do not change what a model computes.
@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxinfra.config.latent import IndexerConfig
 from jaxinfra.config.model import (
     ExpertsConfig,
     LatentAttentionConfig,
@@ -24,6 +25,7 @@ from jaxinfra.hf.shared import decoder_config, decoder_keys
 from jaxinfra.hf.sparse import (
     expert_keys,
     fewest_experts,
+    mlp_layer_types,
     read_experts_after_dense,
     read_sigmoid_routing,
 )
@@ -33,6 +35,7 @@ _IGNORED = (
     *("seq_aux", "aux_loss_alpha", "output_router_logits", "router_aux_loss_coef"),
     "ep_size",
 )
+_INDEXED, _EVERY = "indexed_attention", "index_topk_freq"
 _LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
 
 
@@ -68,6 +71,55 @@ def read_deepseek_v3(keys: Keys) -> ModelConfig:
     return _read(keys, routing, pairs=pairs, dense_by_default=3, predicts=predicts)
 
 
+def read_deepseek_v32(keys: Keys) -> ModelConfig:
+    """Reads DeepSeek-V3.2: V3 with an indexer, which chooses the keys of every query."""
+    return _read_indexed(keys, RopePairs.HALVES)
+
+
+def read_glm_moe_dsa(keys: Keys) -> ModelConfig:
+    """Reads GLM-5: DeepSeek-V3.2 with an indexer that rotates neighbours."""
+    keys.expect("indexer_rope_interleave", (True, None), "the indexer rotates neighbours here")
+    kinds = keys.sequence("indexer_types", None)
+    if kinds is None:
+        # As they follow one another in the letters of a pattern, or every so many layers.
+        pattern, every = keys.either("index_topk_pattern", str, list), keys.integer(_EVERY, 1)
+        keys.ignore("index_skip_topk_offset")
+        kinds = pattern if pattern is not None else ("full" if every <= 1 else "shared",)
+    if not {*kinds} <= {"full", "F"}:
+        raise ConfigError(
+            f"indexer_types={list(kinds)}: layers that share an earlier layer's choice of keys are "
+            "not computed here; a config whose layers are all full is read"
+        )
+    return _read_indexed(keys, RopePairs.NEIGHBOURS)
+
+
+def _read_indexed(keys: Keys, pairs: RopePairs) -> ModelConfig:
+    keys.expect("scoring_func", ("sigmoid",), "scores of this architecture are sigmoid")
+    keys.expect("topk_method", ("noaux_tc",), "its router always has a bias")
+    keys.expect("rope_interleave", (True, None), "neighbours are rotated")
+    num_layers = keys.integer("num_hidden_layers")
+    types = keys.sequence("layer_types", None)
+    if types is not None and [*types] != [_INDEXED] * num_layers:
+        raise ConfigError(
+            f"layer_types={list(types)}: each of {num_layers} layers is {_INDEXED} here"
+        )
+    keys.integer("q_lora_rank")  # the indexer reads compressed queries
+    indexer = IndexerConfig(
+        num_heads=keys.integer("index_n_heads"),
+        head_dim=keys.integer("index_head_dim"),
+        top_k=keys.integer("index_topk"),
+        pairs=pairs,
+    )
+    return _read(
+        keys,
+        read_sigmoid_routing(keys, renormalizes=True, scale=2.5, groups=None),
+        pairs=RopePairs.NEIGHBOURS,
+        dense_by_default=3,
+        predicts=keys.integer("num_nextn_predict_layers", 0) > 0,
+        indexer=indexer,
+    )
+
+
 def _read(
     keys: Keys,
     routing: RoutingConfig,
@@ -75,6 +127,7 @@ def _read(
     pairs: RopePairs,
     dense_by_default: int,
     predicts: bool = False,
+    indexer: IndexerConfig | None = None,
 ) -> ModelConfig:
     keys.require("q_lora_rank", "n_shared_experts")
     keys.ignore(*_IGNORED)
@@ -91,11 +144,17 @@ def _read(
             rope=dataclasses.replace(rope, pairs=pairs),
             bias=keys.flag("attention_bias", False),
             scale=_scale(rope, nope_dim + rope_dim, scaling.get("mscale_all_dim")),
+            indexer=indexer,
         )
 
     dense = decoder_config(keys, mixer=latent, model={"mtp": predicts})
     return read_experts_after_dense(
-        keys, dense, routing, dense_by_default=dense_by_default, shared_by_default=0
+        keys,
+        dense,
+        routing,
+        dense_by_default=dense_by_default,
+        shared_by_default=0,
+        has_types=indexer is not None,
     )
 
 
@@ -156,6 +215,20 @@ def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def write_indexed(config: ModelConfig) -> dict[str, Any]:
+    """Writes DeepSeek-V3.2 or GLM-5; inverse of ``read_deepseek_v32`` and ``read_glm_moe_dsa``."""
+    mixer = config.blocks[0].mixer
+    if not isinstance(mixer, LatentAttentionConfig) or mixer.indexer is None:
+        raise ConfigError("latent attention with an indexer is what this writes")
+    return write_deepseek_v3(config) | {
+        "index_n_heads": mixer.indexer.num_heads,
+        "index_head_dim": mixer.indexer.head_dim,
+        "index_topk": mixer.indexer.top_k,
+        "layer_types": [_INDEXED] * config.num_layers,
+        "mlp_layer_types": mlp_layer_types(config),
+    }
+
+
 def _experts(config: ModelConfig) -> ExpertsConfig:
     layers = [block.feed_forward for block in config.blocks]
     for layer in layers:
@@ -170,9 +243,9 @@ def _keys(config: ModelConfig) -> dict[str, Any]:
     experts, latent = _experts(config), config.blocks[0].mixer
     if not isinstance(latent, LatentAttentionConfig):
         raise ConfigError(f"{type(latent).__name__}: latent attention is what these write")
-    dense = config.blocks[0].feed_forward
-    if not isinstance(dense, MlpConfig):
-        dense = MlpConfig(hidden_dim=experts.hidden_dim, kind=experts.kind)
+    wide = MlpConfig(hidden_dim=experts.hidden_dim, kind=experts.kind)
+    layers = [block.feed_forward for block in config.blocks]
+    dense = next((each for each in layers if isinstance(each, MlpConfig)), wide)
     keys = decoder_keys(config, mlp=dense)
     if latent.scale is not None and latent.rope is not None:
         keys["rope_scaling"] = (keys["rope_scaling"] or {}) | {"mscale_all_dim": _all_dim(latent)}
@@ -198,4 +271,6 @@ FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", read_deepseek_v2, write_deepseek_v2, DEEPSEEK),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", read_deepseek_v3, write_deepseek_v3, DEEPSEEK),
     "kimi_k2": Family("DeepseekV3ForCausalLM", read_deepseek_v3, write_deepseek_v3, DEEPSEEK),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM", read_deepseek_v32, write_indexed, DEEPSEEK),
+    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", read_glm_moe_dsa, write_indexed, DEEPSEEK),
 }

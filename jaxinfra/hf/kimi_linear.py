@@ -19,8 +19,8 @@ from jaxinfra.config.recurrent import GatedDeltaConfig, OutputGate
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.deepseek import latent_keys, read_latent
 from jaxinfra.hf.keys import SILU, Keys
-from jaxinfra.hf.shared import FULL, LINEAR, model_keys, model_of, routes, state_types
-from jaxinfra.hf.sparse import read_sigmoid_routing
+from jaxinfra.hf.shared import FULL, LINEAR, model_keys, model_of, state_types
+from jaxinfra.hf.sparse import mlp_layer_types, read_routes, read_sigmoid_routing
 from jaxinfra.hf.weights import (
     LATENT,
     LLAMA,
@@ -41,7 +41,6 @@ _NAMES = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-_DENSE, _SPARSE = "dense", "sparse"
 
 
 def read_kimi_linear(keys: Keys) -> ModelConfig:
@@ -107,7 +106,7 @@ def _delta(keys: Keys, linear: Mapping[str, Any], epsilon: float) -> GatedDeltaC
 
 def _feed_forwards(keys: Keys) -> list[MlpConfig | ExpertsConfig]:
     """Reads each layer's feed-forward layer: dense ones first, or as ``mlp_layer_types`` says."""
-    num_layers, width = keys.integer("num_hidden_layers"), keys.integer("moe_intermediate_size")
+    width = keys.integer("moe_intermediate_size")
     dense = MlpConfig(hidden_dim=keys.integer("intermediate_size"))
     routed = ExpertsConfig(
         num_experts=keys.named("num_experts", "num_local_experts", "n_routed_experts"),
@@ -116,15 +115,7 @@ def _feed_forwards(keys: Keys) -> list[MlpConfig | ExpertsConfig]:
         routing=read_sigmoid_routing(keys, renormalizes=True, scale=2.446),
         shared_hidden_dim=width * keys.integer("n_shared_experts", 1),
     )
-    first = keys.integer("first_k_dense_replace", 1)
-    by_default = [_DENSE if i < first else _SPARSE for i in range(num_layers)]
-    kinds = keys.sequence("mlp_layer_types", by_default)
-    if len(kinds) != num_layers or not {*kinds} <= {_DENSE, _SPARSE}:
-        raise ConfigError(
-            f"mlp_layer_types={list(kinds)}: name {_DENSE} or {_SPARSE} for each of {num_layers} "
-            "layers"
-        )
-    return [dense if each == _DENSE else routed for each in kinds]
+    return [routed if each else dense for each in read_routes(keys, dense_by_default=1)]
 
 
 def write_kimi_linear(config: ModelConfig) -> dict[str, Any]:
@@ -146,7 +137,7 @@ def write_kimi_linear(config: ModelConfig) -> dict[str, Any]:
         "layer_types": [
             LINEAR if isinstance(b.mixer, GatedDeltaConfig) else FULL for b in config.layers
         ],
-        "mlp_layer_types": [_SPARSE if each else _DENSE for each in routes(config)],
+        "mlp_layer_types": mlp_layer_types(config),
         "linear_num_heads": delta.num_value_heads,
         "linear_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.conv_width,

@@ -34,6 +34,7 @@ from jaxinfra.hf.weights import GPT_OSS, MIXTRAL, QWEN_MOE, Family
 
 LOSSES = ("router_aux_loss_coef", "output_router_logits")
 """Keys of auxiliary losses, without effect on what a model computes."""
+_DENSE, _SPARSE = "dense", "sparse"
 _GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -72,8 +73,14 @@ def read_experts_after_dense(
     *,
     dense_by_default: int,
     shared_by_default: int = 1,
+    has_types: bool = False,
 ) -> ModelConfig:
-    """Returns the dense model with DeepSeek-V3's experts in all layers but the first ones."""
+    """Returns the dense model with DeepSeek-V3's experts in all layers but the first ones.
+
+    Args:
+        dense_by_default, shared_by_default: numbers of dense layers and of shared experts.
+        has_types: whether ``mlp_layer_types`` may say which layers have experts.
+    """
     width = keys.integer("moe_intermediate_size")
     experts = ExpertsConfig(
         num_experts=keys.named("n_routed_experts", "num_local_experts", "num_experts"),
@@ -83,8 +90,32 @@ def read_experts_after_dense(
         routing=routing,
         shared_hidden_dim=width * keys.integer("n_shared_experts", shared_by_default),
     )
+    each_routes = read_routes(keys, dense_by_default=dense_by_default, has_types=has_types)
+    return routed(dense, [experts if each else None for each in each_routes])
+
+
+def read_routes(keys: Keys, *, dense_by_default: int, has_types: bool = True) -> list[bool]:
+    """Reads which layers have experts: all but the first ones, or as ``mlp_layer_types`` says.
+
+    Args:
+        dense_by_default, has_types: as in ``read_experts_after_dense``.
+    """
+    num_layers = keys.integer("num_hidden_layers")
     first = keys.integer("first_k_dense_replace", dense_by_default)
-    return routed(dense, [experts if i >= first else None for i in range(dense.num_layers)])
+    kinds = keys.sequence("mlp_layer_types", None) if has_types else None
+    if kinds is None:
+        return [i >= first for i in range(num_layers)]
+    if len(kinds) != num_layers or not {*map(str, kinds)} <= {_DENSE, _SPARSE}:
+        raise ConfigError(
+            f"mlp_layer_types={list(kinds)}: name {_DENSE} or {_SPARSE} for each of {num_layers} "
+            "layers"
+        )
+    return [each == _SPARSE for each in kinds]
+
+
+def mlp_layer_types(config: ModelConfig) -> list[str]:
+    """Writes which layers have experts; inverse of ``read_routes``."""
+    return [_SPARSE if each else _DENSE for each in routes(config)]
 
 
 def read_sigmoid_routing(

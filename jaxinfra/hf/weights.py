@@ -291,8 +291,16 @@ LATENT = (
     *linear("self_attn.kv_a_proj_with_mqa", "attention/kv_down", "R D -> D R", "R -> R"),
     *norm("self_attn.kv_a_layernorm", "attention/kv_norm", "R -> R"),
     *linear("self_attn.kv_b_proj", "attention/kv_up", "(N H) R -> R N H", "(N H) -> N H"),
+    rule("self_attn.indexer.wq_b.weight", "attention/indexer/query/weight", "(I J) R -> R I J"),
+    rule("self_attn.indexer.wk.weight", "attention/indexer/key/weight", "J D -> D J"),
+    *norm("self_attn.indexer.k_norm", "attention/indexer/key_norm", "J -> J"),
+    rule(
+        "self_attn.indexer.weights_proj.weight",
+        "attention/indexer/head_weight/weight",
+        "I D -> D I",
+    ),
 )
-"""Latent attention but its output projection."""
+"""Latent attention and its indexer, but its output projection."""
 DEEPSEEK = dataclasses.replace(
     LLAMA,
     layer=(

@@ -77,14 +77,15 @@ def _adapt(projection: Projection, config: LoraConfig, rngs: nnx.Rngs) -> None:
 def projections_of(block: Block) -> dict[str, Projection]:
     """Maps paths within a block, such as ``attention/query``, to its layers' projections.
 
-    Those of a state space beside attention are left out: attention's have the same names.
+    Those of a state space beside attention are left out, since attention's have the same names, and
+    those of an indexer, through which no gradient passes.
     """
     return {
         f"{part}/{'/'.join(map(str, path))}": node
         for part in ("attention", "mlp")
         if getattr(block, part) is not None
         for path, node in nnx.iter_modules(getattr(block, part))
-        if isinstance(node, Projection) and "state_space" not in path
+        if isinstance(node, Projection) and not {"state_space", "indexer"} & {*path}
     }
 
 

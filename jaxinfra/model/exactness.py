@@ -63,6 +63,8 @@ def _reasons(block: BlockConfig) -> Iterator[str]:
     if block.stream_scale:
         yield "stream_scale"
     if isinstance(mixer, LatentAttentionConfig):
+        if mixer.indexer is not None:
+            yield "indexer, whose scores of keys are summed in any order"
         return
     if mixer.function is not None:
         yield f"attention function={mixer.function!r}, whose sums are your own"

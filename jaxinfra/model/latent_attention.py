@@ -1,12 +1,14 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 Keys and values of all heads are rebuilt from one latent per token. Position is encoded in a
-separate rotated key, which all heads share. The cache has only latents and rotated keys.
+separate rotated key, which all heads share. The cache has only latents and rotated keys, and the
+indexer's keys where an indexer chooses the keys of each query (DeepSeek-V3.2).
 
 Dims: B batch, T position, D model width, N heads, H head width, R compressed (latent) width,
 P rotated width.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -17,8 +19,10 @@ from jaxtyping import Array, Float
 
 from jaxinfra import axes
 from jaxinfra.config.model import LatentAttentionConfig
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.cache import JointCache, StateCache, TokenCache
 from jaxinfra.model.execution import Execution
+from jaxinfra.model.indexer import Indexer
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection, from_heads
@@ -26,6 +30,7 @@ from jaxinfra.model.rope import apply_rope
 from jaxinfra.ops.attention import expanded
 from jaxinfra.ops.cached_attention import Pages, as_cached
 from jaxinfra.ops.exact_attention import rebuilt_heads
+from jaxinfra.ops.key_choice import Index
 
 _HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
 
@@ -84,6 +89,8 @@ class LatentAttention(nnx.Module):
         self.kv_norm = latent_norm(config.kv_rank)
         up = (config.kv_rank, heads, config.nope_dim + config.value_dim)
         self.kv_up = inward("BTR,RNH->BTNH", up, by_head)
+        given = {"model_dim": model_dim, "std": std, "execution": execution, "rngs": rngs}
+        self.indexer = None if config.indexer is None else Indexer(config, **given)
         how = {"std": out_std, "execution": execution, "rngs": rngs}
         self.out = from_heads(heads, config.value_dim, model_dim, bias=config.bias, **how)
 
@@ -93,7 +100,7 @@ class LatentAttention(nnx.Module):
         Returns [B, T, D] in the compute dtype, and the cache with x's latents and rotated keys.
         """
         config = self.config
-        q_BTNH = self._queries(x_BTD)
+        q_BTNH, index = self._queries(x_BTD, given)
         latent_BTR, key_BTP = jnp.split(self.kv_down(x_BTD), [config.kv_rank], axis=-1)
         latent_BTR = self.kv_norm(latent_BTR)
         if config.rope is not None and given.rope is not None:
@@ -108,27 +115,46 @@ class LatentAttention(nnx.Module):
         cache = given.cache
         assert not isinstance(cache, StateCache | JointCache), "CacheSpec"
         if cache is not None:
-            cache = cache.append({"latent": latent_BTR, "rotated_key": key_BTP}, given.positions_BT)
+            new = {"latent": latent_BTR, "rotated_key": key_BTP}
+            new |= {} if index is None else {"index_key": index.key_BTJ}
+            cache = cache.append(new, given.positions_BT)
             # As in GroupedAttention: read back or not, the same.
             latent_BTR, key_BTP = (as_cached(x, cache.format) for x in (latent_BTR, key_BTP))
+            if index is not None:
+                key_BTJ = as_cached(index.key_BTJ, cache.format)
+                index = dataclasses.replace(index, key_BTJ=key_BTJ)
         with jax.named_scope("core"):
             if cache is None or cache.is_empty:
-                out_BTNH = self._attend(q_BTNH, latent_BTR, key_BTP, given)
+                out_BTNH = self._attend(q_BTNH, latent_BTR, key_BTP, given, index)
             else:
-                out_BTNH = self._decode(q_BTNH, cache, given)
+                out_BTNH = self._decode(q_BTNH, cache, given, index)
         return LayerOutput(x=self.out(out_BTNH), cache=cache)
 
-    def _queries(self, x_BTD: jax.Array) -> jax.Array:
+    def _queries(self, x_BTD: jax.Array, given: Pass) -> tuple[jax.Array, Index | None]:
         if self.config.query_rank is None:
-            return self.query(x_BTD)
-        return self.query_up(self.query_norm(self.query_down(x_BTD)))
+            return self.query(x_BTD), None
+        query_BTR = self.query_norm(self.query_down(x_BTD))
+        if self.indexer is None:
+            return self.query_up(query_BTR), None
+        assert given.rope is not None, "LatentAttentionConfig"
+        return self.query_up(query_BTR), self.indexer(x_BTD, query_BTR, given.rope)
 
     def _attend(
-        self, q_BTNH: jax.Array, latent_BTR: jax.Array, key_BTP: jax.Array, given: Pass
+        self,
+        q_BTNH: jax.Array,
+        latent_BTR: jax.Array,
+        key_BTP: jax.Array,
+        given: Pass,
+        index: Index | None,
     ) -> jax.Array:
         """Attention to keys and values of all heads, rebuilt from the latents."""
         execution, config = self.execution, self.config
         if execution.kernels.attend_latents is not None:
+            if index is not None:
+                raise UnsupportedError(
+                    "an indexer over the context axis: it chooses among all keys of a sequence, "
+                    "and devices have some of them; use fsdp in place of context"
+                )
             # Other devices have some of the sequence: latents go to them, not heads.
             return execution.kernels.attend_latents(
                 q_BTNH,
@@ -146,9 +172,12 @@ class LatentAttention(nnx.Module):
             execution.place(v_BTNH, _HEADS),
             config=config,
             segment_ids_BT=given.segment_ids_BT,
+            **_more(index),
         )
 
-    def _decode(self, q_BTNH: jax.Array, cache: TokenCache, given: Pass) -> jax.Array:
+    def _decode(
+        self, q_BTNH: jax.Array, cache: TokenCache, given: Pass, index: Index | None
+    ) -> jax.Array:
         """Attention to the cached latents themselves: what would rebuild keys multiplies queries,
         what would rebuild values multiplies the result (section 2.1.2 there).
         """
@@ -166,6 +195,7 @@ class LatentAttention(nnx.Module):
             cache.view(),
             config=config,
             positions_BT=given.positions_BT,
+            **_more(index),
         )
         return multiply("BTNR,RNH->BTNH", out_BTNR, up_RNH[..., config.nope_dim :], recipe=recipe)
 
@@ -185,3 +215,8 @@ class LatentAttention(nnx.Module):
             config=rebuilt_heads(config),
             positions_BT=given.positions_BT,
         )
+
+
+def _more(index: Index | None) -> dict[str, Index]:
+    """The argument that functions of attention without an indexer do not all have."""
+    return {} if index is None else {"index": index}

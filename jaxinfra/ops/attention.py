@@ -18,6 +18,7 @@ from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig,
 from jaxinfra.config.parts import find_part
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.ops.key_choice import Index, choice_bias
 from pallas_kernels import merge_partials as merge_partials
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
@@ -30,12 +31,16 @@ def attention(
     config: MixerConfig,
     segment_ids_BT: Int[Array, "B T"] | None,
     sinks_N: Float[Array, "N"] | None = None,
+    index: Index | None = None,
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
 ) -> Float[Array, "B T N Hv"]:
     """Computes self-attention within documents, with the config's window and soft cap.
 
     Returns [B, T, N, Hv] in q's dtype. Raises UnsupportedError if the named implementation does
     not support the config.
+
+    Args:
+        index: of an indexer, whose ``top_k`` keys are all that a query attends to.
     """
     if own_function(config) is not None:
         index_T = jnp.arange(q_BTNH.shape[1], dtype=jnp.int32)
@@ -56,7 +61,7 @@ def attention(
             kv_segment_ids=segment_ids_BT,
             logit_soft_cap=config.logit_soft_cap,
             sinks=sinks_N,
-            bias=_distance_bias(config, q_BTNH),
+            bias=_bias(config, q_BTNH, index, segment_ids_BT),
             implementation=implementation.value,
         )
     except pallas_kernels.UnsupportedError as error:
@@ -74,6 +79,18 @@ def distance_slopes(config: MixerConfig, num_heads: int) -> jax.Array | None:
             "slopes are not split over a tensor axis; use fsdp instead"
         )
     return jnp.asarray(slopes, jnp.dtype("float32"))
+
+
+def _bias(
+    config: MixerConfig,
+    q_BTNH: jax.Array,
+    index: Index | None,
+    segment_ids_BT: jax.Array | None,
+) -> jax.Array | None:
+    if not isinstance(config, LatentAttentionConfig) or config.indexer is None:
+        return _distance_bias(config, q_BTNH)
+    assert index is not None, "LatentAttention"
+    return choice_bias(index, segment_ids_BT, top_k=config.indexer.top_k, dtype=q_BTNH.dtype)
 
 
 def _distance_bias(config: MixerConfig, q_BTNH: jax.Array) -> jax.Array | None:

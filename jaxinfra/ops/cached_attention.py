@@ -26,7 +26,9 @@ from jaxinfra.config.rope import RopePairs
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.attention import distance_slopes, own_attention, own_function
+from jaxinfra.ops.key_choice import Index, chosen_keys
 from jaxinfra.ops.multiply import multiply
+from jaxinfra.ops.query_blocks import in_query_blocks
 from pallas_kernels.common import device
 from pallas_kernels.paged_attention import PagedImplementation, attends_chunk, codes_of, numbers_of
 from pallas_kernels.quantized_weight import WeightCode
@@ -71,7 +73,6 @@ def as_cached(x: Float[Array, "*rows H"], form: CacheFormat) -> Float[Array, "*r
     return read_tokens(*stored_tokens(x, form, x.dtype), form, x.dtype)
 
 
-_QUERY_BLOCK = 128  # queries whose scores of all keys exist at a time
 _PAGE, _LEAST_PAGE = 64, 16  # slots of a page that a contiguous cache is cut into
 
 
@@ -153,6 +154,7 @@ def cached_attention(
     config: MixerConfig,
     positions_BT: jax.Array,
     sinks_N: jax.Array | None = None,
+    index: Index | None = None,
 ) -> jax.Array:
     """Computes attention of new queries to all cached keys, including their own.
 
@@ -165,6 +167,10 @@ def cached_attention(
     two concatenated, a value is the latent. A sink is a logit in a head's softmax without a value.
 
     Returns [B, T, N, H] in q's dtype; for latent attention [B, T, N, R].
+
+    Args:
+        index: of an indexer, whose ``top_k`` keys are all that a query attends to. It chooses among
+            all cached index keys of the row, and the scores of keys not chosen are left out.
     """
     # A latent cache is two arrays, and the kernels read keys from one.
     is_latent = isinstance(config, LatentAttentionConfig)
@@ -188,21 +194,15 @@ def cached_attention(
         keys, v_BSKH = (latent_BS1R, rotated_BS1P), latent_BS1R
     else:
         keys, v_BSKH = (rows["k"],), rows["v"]
-    attend = functools.partial(_attend, keys=keys, v_BSKH=v_BSKH, config=config, sinks_N=sinks_N)
-    batch, length = positions_BT.shape
-    if length <= _QUERY_BLOCK:
-        return attend(q_BTNH, positions_BT)
-    num_blocks = -(-length // _QUERY_BLOCK)
-    padding = ((0, 0), (0, num_blocks * _QUERY_BLOCK - length))
-
-    def blocks(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(batch, num_blocks, _QUERY_BLOCK, *x.shape[2:]), 1, 0)
-
-    q_BTNH = blocks(jnp.pad(q_BTNH, (*padding, (0, 0), (0, 0))))
-    positions_BT = blocks(jnp.pad(positions_BT, padding, constant_values=-1))
-    out_BTNH = jax.lax.map(lambda block: attend(*block), (q_BTNH, positions_BT))
-    out_BTNH = jnp.moveaxis(out_BTNH, 0, 1)
-    return out_BTNH.reshape(batch, -1, *out_BTNH.shape[3:])[:, :length]
+    attend = functools.partial(
+        _attend,
+        keys=keys,
+        v_BSKH=v_BSKH,
+        config=config,
+        sinks_N=sinks_N,
+        index_key_BSJ=rows.get("index_key"),
+    )
+    return in_query_blocks(lambda block: attend(*block), (q_BTNH, positions_BT, index))
 
 
 def paged_attention(
@@ -252,11 +252,13 @@ def paged_attention(
 def _attend(
     q_BTNH: jax.Array,
     positions_BT: jax.Array,
+    index: Index | None,
     *,
     keys: tuple[jax.Array, ...],  # [B, S, K, H], or parts of that width
     v_BSKH: jax.Array,
     config: MixerConfig,
     sinks_N: jax.Array | None,
+    index_key_BSJ: jax.Array | None,
 ) -> jax.Array:
     batch, length, num_q_heads, head_dim = q_BTNH.shape
     num_slots, num_kv_heads = v_BSKH.shape[1:3]
@@ -283,6 +285,11 @@ def _attend(
     chunk = config.chunk if isinstance(config, GroupedAttentionConfig) else None
     if chunk is not None:
         visible_BTS &= (slots_S // chunk)[None, None, :] == (positions_BT // chunk)[:, :, None]
+    if isinstance(config, LatentAttentionConfig) and config.indexer is not None:
+        assert index is not None, "LatentAttention"
+        assert index_key_BSJ is not None, "CacheSpec"
+        top_k = config.indexer.top_k
+        visible_BTS = chosen_keys(index, index_key_BSJ, visible_BTS, top_k=top_k)
     visible_B11TS = visible_BTS[:, None, None]
     if sinks_N is None:
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=visible_B11TS)

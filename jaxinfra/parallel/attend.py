@@ -19,6 +19,7 @@ from jaxinfra.axes import MeshAxis
 from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.decode_layers import DecodedLayers, LayerWeights, decode_layers
+from jaxinfra.ops.key_choice import Index
 from jaxinfra.parallel.place import Placement
 
 
@@ -42,6 +43,7 @@ class ShardedAttention:
         config: MixerConfig,
         segment_ids_BT: Int[Array, "B T"] | None,
         sinks_N: Float[Array, "N"] | None = None,
+        index: Index | None = None,
     ) -> Float[Array, "B T N Hv"]:
         """Computes self-attention; the result is sharded as q."""
         place = self.placement
@@ -50,16 +52,17 @@ class ShardedAttention:
         ids_spec = None if segment_ids_BT is None else place.spec((axes.BATCH, None))
         sinks_spec = None if sinks_N is None else place.spec((axes.Q_HEADS,))
 
-        def local(q, k, v, ids, sinks) -> jax.Array:
-            return self.attend(q, k, v, config=config, segment_ids_BT=ids, sinks_N=sinks)
+        def local(q, k, v, ids, sinks, index) -> jax.Array:
+            more = {} if index is None else {"index": index}
+            return self.attend(q, k, v, config=config, segment_ids_BT=ids, sinks_N=sinks, **more)
 
         return place.on_each_device(
             local,
-            in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
+            in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec, place.spec((axes.BATCH,))),
             out_specs=q_spec,
             # A kernel does not say over which axes its results vary; nothing is summed over any.
             check_vma=False,
-        )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
+        )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N, index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +84,7 @@ class ShardedDecode:
         config: MixerConfig,
         positions_BT: jax.Array,
         sinks_N: jax.Array | None = None,
+        index: Index | None = None,
     ) -> jax.Array:
         """Computes attention to the cache; the result is sharded as q."""
         place, tables_BM = self.placement, pages.tables_BM
@@ -93,9 +97,12 @@ class ShardedDecode:
         }
         form = pages.format
 
-        def local(q, arrays, tables, layer, positions, sinks) -> jax.Array:
+        def local(q, arrays, tables, layer, positions, sinks, index) -> jax.Array:
             pages = Pages(arrays=arrays, tables_BM=tables, layer=layer, format=form)
-            return self.decode(q, pages, config=config, positions_BT=positions, sinks_N=sinks)
+            more = {} if index is None else {"index": index}
+            return self.decode(
+                q, pages, config=config, positions_BT=positions, sinks_N=sinks, **more
+            )
 
         in_specs = (
             q_spec,
@@ -104,13 +111,14 @@ class ShardedDecode:
             None if pages.layer is None else place.spec(()),
             rows_spec,
             None if sinks_N is None else place.spec((axes.Q_HEADS,)),
+            place.spec((axes.BATCH,)),
         )
         return place.on_each_device(
             local,
             in_specs=in_specs,
             out_specs=q_spec,
             check_vma=False,  # as above
-        )(q_BTNH, pages.arrays, tables_BM, pages.layer, positions_BT, sinks_N)
+        )(q_BTNH, pages.arrays, tables_BM, pages.layer, positions_BT, sinks_N, index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
