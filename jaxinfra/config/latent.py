@@ -7,6 +7,11 @@ from jaxinfra.config.record import record
 from jaxinfra.config.rope import RopeConfig, RopePairs, check_rope
 from jaxinfra.errors import ConfigError
 
+INDEXER_PARAMETERS = (
+    *("query/weight", "key/weight", "key_norm/scale", "key_norm/bias", "head_weight/weight"),
+)
+"""Paths of an indexer's parameters, behind its own."""
+
 
 @record
 class IndexerConfig:

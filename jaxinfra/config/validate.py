@@ -1,12 +1,14 @@
 """Checks across the configs of a run, such as that sizes divide over mesh axes."""
 
 import dataclasses
+import fnmatch
 from collections.abc import Iterator
 
 from jaxinfra.axes import MeshAxis
 from jaxinfra.config.data import PAIRED, DataFormat, TokenizerKind
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.kinds import Head
+from jaxinfra.config.latent import INDEXER_PARAMETERS
 from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.model import (
     AttentionBesideStateConfig,
@@ -99,6 +101,7 @@ def validate(run: RunConfig) -> None:
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
+    _validate_indexers(run)
     _validate_fp8(run)
     check_divides(model, mesh)
     run.exchange.num_nodes(mesh.expert)  # raises where experts' devices are not whole nodes
@@ -263,6 +266,26 @@ def _validate_lora(run: RunConfig) -> None:
         )
 
 
+def _validate_indexers(run: RunConfig) -> None:
+    """Refuses to train an indexer: its gradient is 0, and weight decay alone would move it."""
+    if run.lora is not None:
+        return  # what is beside adapters is frozen
+    blocks = [(f"blocks/{i}", block) for i, block in enumerate(run.model.blocks)]
+    blocks += [("mtp/block", run.model.mtp_part.blocks[0])] if run.model.mtp else []
+    for at, block in blocks:
+        if not isinstance(block.mixer, LatentAttentionConfig) or block.mixer.indexer is None:
+            continue
+        for name in INDEXER_PARAMETERS:
+            path = f"{at}/attention/indexer/{name}"
+            if not any(fnmatch.fnmatchcase(path, each) for each in run.optimizer.frozen):
+                raise ConfigError(
+                    f"optimizer.frozen={list(run.optimizer.frozen)} leaves out {path}: no gradient "
+                    "passes through an indexer's choice of keys and its own loss is not computed "
+                    "here, so weight decay alone would change it; freeze it by --set "
+                    'optimizer.frozen=["*/indexer/*"]'
+                )
+
+
 def _validate_fp8(run: RunConfig) -> None:
     if run.precision.fp8 is None:
         return
@@ -378,6 +401,11 @@ def _validate_context_of_latents(run: RunConfig) -> None:
     for mixer in (block.mixer for block in run.model.blocks):
         if not isinstance(mixer, LatentAttentionConfig):
             continue
+        if mixer.indexer is not None:
+            raise ConfigError(
+                f"context={run.mesh.context} with an indexer: it chooses among all keys of a "
+                "sequence, and devices have some of them; use fsdp in place of context"
+            )
         if method not in LATENT_METHODS:
             raise ConfigError(
                 f"context_method={method.value} with latent attention: devices exchange latents, "

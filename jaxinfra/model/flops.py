@@ -1,8 +1,9 @@
 """FLOPs of a decoder's passes, where a multiply and an add count as two.
 
 Each token costs 2 FLOPs per parameter of its matmuls (Kaplan et al. 2020, table 1). Attention
-counts the visible query-key pairs: T (T + 1) / 2 of a causal sequence. Recomputation does not
-count (PaLM, arXiv 2204.02311, appendix B), and packed documents count as one sequence.
+counts the visible query-key pairs: T (T + 1) / 2 of a causal sequence. Those that an indexer does
+not choose count too where their scores are computed and masked, as in training. Recomputation does
+not count (PaLM, arXiv 2204.02311, appendix B), and packed documents count as one sequence.
 """
 
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.recurrent import RecurrentConfig
 from jaxinfra.model.definition import ModelDefinition, ParameterInfo
+from jaxinfra.ops.cached_attention import reads_chosen
 
 
 def matmul_parameters(table: Iterable[ParameterInfo], *, frozen: bool = False) -> int:
@@ -42,6 +44,14 @@ def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> 
     return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
 
 
+def _seen(mixer: MixerConfig, length: int, start: int) -> int | None:
+    """The most keys that scores are computed of per query; None: all visible ones."""
+    indexer = mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None
+    if indexer is not None and start and reads_chosen(indexer, length, start + length):
+        return indexer.top_k
+    return mixer.window
+
+
 def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float:
     """Counts forward FLOPs per sequence and layer of attention's two matmuls, over all heads; of a
     mixer with a state, of reading and writing it token by token.
@@ -51,8 +61,23 @@ def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float
         return sum(attention_flops(each, length, start=start) for each in both)
     if isinstance(mixer, RecurrentConfig):
         return length * mixer.token_flops
-    pairs = visible_pairs(length, window=mixer.window, start=start)
+    pairs = visible_pairs(length, window=_seen(mixer, length, start), start=start)
     return 2.0 * pairs * (mixer.score_width + mixer.value_width)
+
+
+def index_flops(config: ModelConfig, length: int, *, start: int = 0) -> float:
+    """Counts forward FLOPs per sequence of indexers' scores, in all layers that have one.
+
+    There are none, as there is no choice, where ``top_k`` keys are all that a query may see.
+    """
+    flops = 0.0
+    for block, repeats in zip(config.blocks, config.repeats, strict=True):
+        mixer = block.mixer
+        indexer = mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None
+        if indexer is not None and start + length > indexer.top_k:
+            pairs = visible_pairs(length, start=start)
+            flops += repeats * 2.0 * pairs * indexer.num_heads * indexer.head_dim
+    return flops
 
 
 def forward_flops(
@@ -67,13 +92,14 @@ def forward_flops(
         repeats * attention_flops(block.mixer, length, start=start)
         for block, repeats in zip(config.blocks, config.repeats, strict=True)
     )
-    return batch * (2.0 * parameters * length + core)
+    return batch * (2.0 * parameters * length + core + index_flops(config, length, start=start))
 
 
 def training_flops(
     config: ModelConfig, parameters: int, length: int, *, batch: int = 1, frozen: int = 0
 ) -> float:
-    """Counts FLOPs of forward and backward: 3 times the forward, less frozen weights' gradients.
+    """Counts FLOPs of forward and backward: 3 times the forward, less frozen weights' gradients and
+    those of indexers' scores.
 
     Multi-token prediction has its layer's attention, and multiplies with the vocabulary once more.
 
@@ -81,9 +107,11 @@ def training_flops(
         parameters, frozen: ``matmul_parameters`` of all weights and of frozen weights.
     """
     whole = 3.0 * forward_flops(config, parameters, length, batch=batch)
+    whole -= 2.0 * batch * index_flops(config, length)
     if config.mtp:
         again = config.vocab_size * config.model_dim
         whole += 3.0 * forward_flops(config.mtp_part, again, length, batch=batch)
+        whole -= 2.0 * batch * index_flops(config.mtp_part, length)
     return whole - 2.0 * frozen * batch * length
 
 
@@ -106,6 +134,6 @@ def decode_flops(config: ModelConfig, parameters: int, context: int, *, batch: i
         if isinstance(mixer, LatentAttentionConfig):
             absorbed = mixer.num_q_heads * (2 * mixer.kv_rank + mixer.rope_dim)
             wider = absorbed - mixer.score_width - mixer.value_width
-            pairs = visible_pairs(1, window=mixer.window, start=context)
+            pairs = visible_pairs(1, window=_seen(mixer, 1, context), start=context)
             flops += batch * repeats * 2.0 * pairs * wider
     return flops

@@ -22,6 +22,8 @@ from jaxinfra.ops.key_choice import Index, choice_bias
 from pallas_kernels import merge_partials as merge_partials
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
+_WITHOUT_CHOICE = (AttentionImplementation.HOPPER, AttentionImplementation.CUDNN)
+
 
 def attention(
     q_BTNH: Float[Array, "B T N H"],
@@ -61,7 +63,7 @@ def attention(
             kv_segment_ids=segment_ids_BT,
             logit_soft_cap=config.logit_soft_cap,
             sinks=sinks_N,
-            bias=_bias(config, q_BTNH, index, segment_ids_BT),
+            bias=_bias(config, q_BTNH, index, segment_ids_BT, implementation),
             implementation=implementation.value,
         )
     except pallas_kernels.UnsupportedError as error:
@@ -86,11 +88,18 @@ def _bias(
     q_BTNH: jax.Array,
     index: Index | None,
     segment_ids_BT: jax.Array | None,
+    implementation: AttentionImplementation,
 ) -> jax.Array | None:
     if not isinstance(config, LatentAttentionConfig) or config.indexer is None:
         return _distance_bias(config, q_BTNH)
     assert index is not None, "LatentAttention"
-    return choice_bias(index, segment_ids_BT, top_k=config.indexer.top_k, dtype=q_BTNH.dtype)
+    top_k, length = config.indexer.top_k, q_BTNH.shape[1]
+    if top_k < length and implementation in _WITHOUT_CHOICE:
+        raise UnsupportedError(
+            f"attention={implementation.value} with an indexer that chooses top_k={top_k} of "
+            f"{length} keys: a choice by key is XLA's alone; set attention=auto or xla"
+        )
+    return choice_bias(index, segment_ids_BT, top_k=top_k, dtype=q_BTNH.dtype)
 
 
 def _distance_bias(config: MixerConfig, q_BTNH: jax.Array) -> jax.Array | None:

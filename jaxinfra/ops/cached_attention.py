@@ -21,12 +21,13 @@ from jaxtyping import Array, Float, Shaped
 
 import pallas_kernels
 from jaxinfra.config.cache import SCALE, CacheFormat
+from jaxinfra.config.latent import IndexerConfig
 from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig, MixerConfig
 from jaxinfra.config.rope import RopePairs
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.attention import distance_slopes, own_attention, own_function
-from jaxinfra.ops.key_choice import Index, chosen_keys
+from jaxinfra.ops.key_choice import Index, best_keys, chosen_keys
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.ops.query_blocks import in_query_blocks
 from pallas_kernels.common import device
@@ -92,9 +93,27 @@ class Pages:
     layer: jax.Array | np.ndarray | None = None  # int32, only without tables
     format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
+    def only(self, *names: str) -> "Pages":
+        """Returns the view with these arrays of the CacheSpec alone."""
+        kept = {n: x for n, x in self.arrays.items() if n.removesuffix(SCALE) in names}
+        return dataclasses.replace(self, arrays=kept)
+
     def tokens(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
         """Returns the cached arrays in position order, dequantized to ``dtype`` if quantized."""
-        rows = self.rows()
+        return self._dequantized(self.rows(), dtype)
+
+    def tokens_at(self, slot_BK: jax.Array, dtype: jnp.dtype) -> dict[str, jax.Array]:
+        """Returns the tokens [B, K, ...] in these slots of each row, dequantized as ``tokens``."""
+        if self.tables_BM is None:
+            rows_B1 = jnp.arange(len(slot_BK))[:, None]
+            found = {name: x[self.layer, rows_B1, slot_BK] for name, x in self.arrays.items()}
+            return self._dequantized(found, dtype)
+        place_BK, slot_BK = jnp.divmod(slot_BK, next(iter(self.arrays.values())).shape[1])
+        page_BK = jnp.take_along_axis(jnp.asarray(self.tables_BM), place_BK, axis=1)
+        found = {name: pages[page_BK, slot_BK] for name, pages in self.arrays.items()}
+        return self._dequantized(found, dtype)
+
+    def _dequantized(self, rows: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
         if self.format is CacheFormat.PLAIN:
             return rows
         return {
@@ -143,6 +162,13 @@ class Pages:
         )
 
     @property
+    def row_slots(self) -> int:
+        """Number of tokens of a row that the view has slots for."""
+        if self.tables_BM is None:
+            return self._num_slots
+        return self.tables_BM.shape[1] * next(iter(self.arrays.values())).shape[1]
+
+    @property
     def _num_slots(self) -> int:
         return next(iter(self.arrays.values())).shape[2]
 
@@ -170,7 +196,8 @@ def cached_attention(
 
     Args:
         index: of an indexer, whose ``top_k`` keys are all that a query attends to. It chooses among
-            all cached index keys of the row, and the scores of keys not chosen are left out.
+            all cached index keys of the row. A few queries then read the latents of their keys
+            alone; of more queries, all scores are computed and those of other keys left out.
     """
     # A latent cache is two arrays, and the kernels read keys from one.
     is_latent = isinstance(config, LatentAttentionConfig)
@@ -188,6 +215,10 @@ def cached_attention(
         return paged_attention(
             q_BTNH, pages, config=config, positions_BT=positions_BT, sinks_N=sinks_N
         )
+    if isinstance(config, LatentAttentionConfig) and config.indexer is not None:
+        assert index is not None, "LatentAttention"
+        if reads_chosen(config.indexer, positions_BT.shape[1], pages.row_slots):
+            return _attend_to_chosen(q_BTNH, pages, index, config, positions_BT)
     rows = pages.tokens(q_BTNH.dtype)
     if is_latent:
         latent_BS1R, rotated_BS1P = (rows[n][:, :, None] for n in ("latent", "rotated_key"))
@@ -203,6 +234,42 @@ def cached_attention(
         index_key_BSJ=rows.get("index_key"),
     )
     return in_query_blocks(lambda block: attend(*block), (q_BTNH, positions_BT, index))
+
+
+def reads_chosen(indexer: IndexerConfig, num_queries: int, num_slots: int) -> bool:
+    """Whether queries read the keys that they chose, which are fewer than those of the row."""
+    return num_queries * indexer.top_k < num_slots
+
+
+def _attend_to_chosen(
+    q_BTNH: jax.Array,
+    pages: Pages,
+    index: Index,
+    config: LatentAttentionConfig,
+    positions_BT: jax.Array,
+) -> jax.Array:
+    """Attention of each query to its chosen latents, as if it were a row of them alone."""
+    assert config.indexer is not None, "by the caller"
+    (batch, length), top_k = positions_BT.shape, config.indexer.top_k
+    key_BSJ = pages.only("index_key").tokens(q_BTNH.dtype)["index_key"]
+    visible_BTS = positions_BT[:, :, None] >= jnp.arange(key_BSJ.shape[1])[None, None, :]
+    slot_BTK = best_keys(index, key_BSJ, visible_BTS, top_k=top_k)
+    read = pages.only("latent", "rotated_key").tokens_at(slot_BTK.reshape(batch, -1), q_BTNH.dtype)
+    latent_RK1, rotated_RK1 = (
+        read[name].reshape(batch * length, top_k, 1, -1) for name in ("latent", "rotated_key")
+    )
+    out_R1NH = _attend(
+        q_BTNH.reshape(batch * length, 1, *q_BTNH.shape[2:]),
+        # The visible ones come first.
+        jnp.minimum(positions_BT, top_k - 1).reshape(-1, 1),
+        None,
+        keys=(latent_RK1, rotated_RK1),
+        v_BSKH=latent_RK1,
+        config=dataclasses.replace(config, indexer=None),
+        sinks_N=None,
+        index_key_BSJ=None,
+    )
+    return out_R1NH.reshape(batch, length, *out_R1NH.shape[2:])
 
 
 def paged_attention(

@@ -24,6 +24,28 @@ class Index:
     key_BTJ: Float[Array, "B T J"]
 
 
+def best_keys(
+    index: Index,
+    key_BSJ: Float[Array, "B S J"],
+    visible_BTS: Bool[Array, "B T S"],
+    *,
+    top_k: int,
+) -> Int[Array, "B T K"]:
+    """Returns the ``top_k`` best keys of each query, best first; where fewer are visible, others
+    behind them.
+
+    A key's score is the sum over heads of weight * relu(q k), in fp32. Of equal scores the earlier
+    key is better.
+    """
+    fp32 = jnp.dtype("float32")
+    recipe = Recipe(compute=index.q_BTIJ.dtype, accum=fp32)
+    dots_BTIS = multiply("BTIJ,BSJ->BTIS", index.q_BTIJ, key_BSJ, recipe=recipe, out=fp32)
+    # Not a matmul, which might round its fp32 operands.
+    scores_BTS = jnp.sum(index.weight_BTI[..., None] * jax.nn.relu(dots_BTIS), axis=2)
+    scores_BTS = jnp.where(scores_BTS == 0.0, 0.0, scores_BTS)  # -0.0 would be below 0.0
+    return jax.lax.top_k(jnp.where(visible_BTS, scores_BTS, -jnp.inf), top_k)[1]
+
+
 def chosen_keys(
     index: Index,
     key_BSJ: Float[Array, "B S J"],
@@ -31,19 +53,12 @@ def chosen_keys(
     *,
     top_k: int,
 ) -> Bool[Array, "B T S"]:
-    """Returns which keys each query attends to: of the visible ones the ``top_k`` best.
-
-    A key's score is the sum over heads of weight * relu(q k), in fp32. Of equal scores the earlier
-    key is taken. A query that sees at most ``top_k`` keys attends to all of them.
+    """Returns which keys each query attends to: the best of those that it sees, or all of them if
+    they are no more than ``top_k``.
     """
     if top_k >= key_BSJ.shape[1]:
         return visible_BTS
-    fp32 = jnp.dtype("float32")
-    recipe = Recipe(compute=index.q_BTIJ.dtype, accum=fp32)
-    dots_BTIS = multiply("BTIJ,BSJ->BTIS", index.q_BTIJ, key_BSJ, recipe=recipe, out=fp32)
-    # Not a matmul, which might round its fp32 operands.
-    scores_BTS = jnp.sum(index.weight_BTI[..., None] * jax.nn.relu(dots_BTIS), axis=2)
-    best_BTK = jax.lax.top_k(jnp.where(visible_BTS, scores_BTS, -jnp.inf), top_k)[1]
+    best_BTK = best_keys(index, key_BSJ, visible_BTS, top_k=top_k)
     best_BTS = jnp.zeros(visible_BTS.shape, bool)
     best_BTS = jnp.put_along_axis(best_BTS, best_BTK, True, axis=-1, inplace=False)
     return best_BTS & visible_BTS

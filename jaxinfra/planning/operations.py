@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 from jaxinfra.axes import EMBED, EXPERTS, LATENT, MLP
+from jaxinfra.config.latent import IndexerConfig
 from jaxinfra.config.mesh import EXPERT, NODES
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.recurrent import GatedDeltaConfig, RecurrentConfig
@@ -205,6 +206,11 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
                 (forward, backward), _context_exchange(layer, layout), strict=True
             ):
                 found.append(sent)
+        if (indexer := active_indexer(layer, layout)) is not None:
+            # Every device of a tensor axis chooses for itself.
+            count = rows * indexer.num_heads
+            scores = PlannedMatmul("index scores", length, length, indexer.head_dim, count)
+            forward.append(scores)
         return forward, backward
     length = layout.length
     count = rows * heads
@@ -225,6 +231,13 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
         PlannedMatmul("scores dk", length, mixer.head_dim, scale, count),
     ]
     return forward, backward
+
+
+def active_indexer(layer: LayerKind, layout: Layout) -> IndexerConfig | None:
+    """Returns the layer's indexer; None where sequences are too short for it to leave keys out."""
+    mixer = layer.mixer
+    indexer = mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None
+    return None if indexer is None or indexer.top_k >= layout.length else indexer
 
 
 def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollective, ...]:
@@ -374,6 +387,8 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
         return stream
     mixer = layer.mixer
     core = tokens * (item * mixer.value_width + 4 * mixer.num_q_heads) / tensor
+    if active_indexer(layer, layout) is not None:
+        core += item * tokens * layout.length  # which keys each query attends to
     if remat is Remat.NAMED:
         return stream + core
     if not layout.traits.fused_attention:

@@ -104,12 +104,15 @@ def _of_grouped(mixer: GroupedAttentionConfig, offset: float) -> list[ScaledInpu
 
 def _of_latent(mixer: LatentAttentionConfig, offset: float) -> list[ScaledInput]:
     query = "query" if mixer.query_rank is None else "query_down"
-    readers = _weights("attention", query, "kv_down")
-    found = [ScaledInput(readers=readers, norm="attention_norm", offset=offset)]
+    readers, of_x, of_query = _weights("attention", query, "kv_down"), (), ()
+    if mixer.indexer is not None:
+        of_x = _weights("attention/indexer", "key", "head_weight")
+        of_query = _weights("attention/indexer", "query")
+    found = [ScaledInput(readers=readers, kept=of_x, norm="attention_norm", offset=offset)]
     inner = mixer.norm.scale_offset
     if mixer.query_rank is not None:
-        readers = _weights("attention", "query_up")
-        found.append(ScaledInput(readers=readers, norm="attention/query_norm", offset=inner))
+        readers, norm = _weights("attention", "query_up"), "attention/query_norm"
+        found.append(ScaledInput(readers=readers, kept=of_query, norm=norm, offset=inner))
     (up,), (out,) = _weights("attention", "kv_up"), _weights("attention", "out")
     found.append(ScaledInput(readers=(up,), norm="attention/kv_norm", offset=inner))
     # Values of every head come from columns of their own, behind those of its keys.

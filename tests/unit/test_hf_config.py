@@ -119,7 +119,6 @@ def test_rope_settings_that_cannot_be_followed_are_refused(scaling, message):
     ("name", "changes", "message"),
     [
         ("llama", {"model_type": "llame"}, "'llame' is not supported; did you mean 'llama'"),
-        ("llama", {"model_type": "deepseek_v32"}, "'deepseek_v32' is not supported: its indexer"),
         ("llama", {"model_type": None}, "model_type=None: the config does not name"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ("llama", {"head_gain": 2.0}, "unknown keys.*head_gain=2.0"),

@@ -224,7 +224,10 @@ def _mixer_width(config: ModelConfig, mixer: MixerConfig) -> int:
             return 2 * (mixer.num_q_heads + mixer.num_kv_heads) * mixer.head_dim
         case LatentAttentionConfig():
             head = 2 * mixer.nope_dim + mixer.rope_dim + mixer.value_dim + 2 * mixer.kv_rank
-            return mixer.num_q_heads * head + (mixer.query_rank or 0)
+            width = mixer.num_q_heads * head + (mixer.query_rank or 0)
+            if mixer.indexer is not None:
+                width += (2 * mixer.indexer.num_heads + 2) * mixer.indexer.head_dim
+            return width
         case AttentionBesideStateConfig():
             both = (mixer.attention, mixer.state_space)
             return sum(_mixer_width(config, each) for each in both)
