@@ -5,8 +5,8 @@ Face tensor is a matrix [N*H, D] and our parameter is [D, N, H]. A layout is a r
 transposition, so it can be inverted exactly.
 
 Letters: D model width, N query heads, K key/value heads, H head width, F mlp width, V vocabulary,
-P positions of a learned table, E experts, R compressed (latent) width, I heads of an indexer,
-J their width.
+P positions of a learned table, E experts, R compressed (latent) width. An indexer has I heads of
+width J.
 """
 
 import dataclasses

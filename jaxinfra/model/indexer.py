@@ -20,7 +20,7 @@ from jaxinfra.model.projection import Projection
 from jaxinfra.model.rope import RopeTable, apply_rope
 from jaxinfra.numerics.policy import unquantized
 from jaxinfra.numerics.recipe import Site
-from jaxinfra.ops.key_choice import Index
+from jaxinfra.ops.key_choice import KeyIndex
 
 _NORM = NormConfig(kind=NormKind.LAYER, epsilon=1e-6, bias=True)
 
@@ -67,7 +67,7 @@ class Indexer(nnx.Module):
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], query_BTR: Float[Array, "B T R"], rope: RopeTable
-    ) -> Index:
+    ) -> KeyIndex:
         """Computes queries and keys with positions, and the heads' weights in fp32.
 
         Args:
@@ -79,4 +79,6 @@ class Indexer(nnx.Module):
         key_BTJ = rotate(self.key_norm(self.key(x_BTD))[:, :, None])[:, :, 0]
         factor = (self.config.num_heads * self.config.head_dim) ** -0.5
         weight_BTI = factor * self.policy.to_accum(self.head_weight(x_BTD))
-        return jax.lax.stop_gradient(Index(q_BTIJ=q_BTIJ, weight_BTI=weight_BTI, key_BTJ=key_BTJ))
+        return jax.lax.stop_gradient(
+            KeyIndex(q_BTIJ=q_BTIJ, weight_BTI=weight_BTI, key_BTJ=key_BTJ)
+        )

@@ -30,7 +30,7 @@ from jaxinfra.model.rope import apply_rope
 from jaxinfra.ops.attention import expanded
 from jaxinfra.ops.cached_attention import Pages, as_cached
 from jaxinfra.ops.exact_attention import rebuilt_heads
-from jaxinfra.ops.key_choice import Index
+from jaxinfra.ops.key_choice import KeyIndex
 
 _HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
 
@@ -130,7 +130,7 @@ class LatentAttention(nnx.Module):
                 out_BTNH = self._decode(q_BTNH, cache, given, index)
         return LayerOutput(x=self.out(out_BTNH), cache=cache)
 
-    def _queries(self, x_BTD: jax.Array, given: Pass) -> tuple[jax.Array, Index | None]:
+    def _queries(self, x_BTD: jax.Array, given: Pass) -> tuple[jax.Array, KeyIndex | None]:
         if self.config.query_rank is None:
             return self.query(x_BTD), None
         query_BTR = self.query_norm(self.query_down(x_BTD))
@@ -145,7 +145,7 @@ class LatentAttention(nnx.Module):
         latent_BTR: jax.Array,
         key_BTP: jax.Array,
         given: Pass,
-        index: Index | None,
+        index: KeyIndex | None,
     ) -> jax.Array:
         """Attention to keys and values of all heads, rebuilt from the latents."""
         execution, config = self.execution, self.config
@@ -176,7 +176,7 @@ class LatentAttention(nnx.Module):
         )
 
     def _decode(
-        self, q_BTNH: jax.Array, cache: TokenCache, given: Pass, index: Index | None
+        self, q_BTNH: jax.Array, cache: TokenCache, given: Pass, index: KeyIndex | None
     ) -> jax.Array:
         """Attention to the cached latents themselves: what would rebuild keys multiplies queries,
         what would rebuild values multiplies the result (section 2.1.2 there).
@@ -217,6 +217,6 @@ class LatentAttention(nnx.Module):
         )
 
 
-def _more(index: Index | None) -> dict[str, Index]:
+def _more(index: KeyIndex | None) -> dict[str, KeyIndex]:
     """The argument that functions of attention without an indexer do not all have."""
     return {} if index is None else {"index": index}

@@ -18,7 +18,7 @@ from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig,
 from jaxinfra.config.parts import find_part
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.errors import ConfigError, UnsupportedError
-from jaxinfra.ops.key_choice import Index, choice_bias
+from jaxinfra.ops.key_choice import KeyIndex, choice_bias
 from pallas_kernels import merge_partials as merge_partials
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
@@ -33,7 +33,7 @@ def attention(
     config: MixerConfig,
     segment_ids_BT: Int[Array, "B T"] | None,
     sinks_N: Float[Array, "N"] | None = None,
-    index: Index | None = None,
+    index: KeyIndex | None = None,
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
 ) -> Float[Array, "B T N Hv"]:
     """Computes self-attention within documents, with the config's window and soft cap.
@@ -86,7 +86,7 @@ def distance_slopes(config: MixerConfig, num_heads: int) -> jax.Array | None:
 def _bias(
     config: MixerConfig,
     q_BTNH: jax.Array,
-    index: Index | None,
+    index: KeyIndex | None,
     segment_ids_BT: jax.Array | None,
     implementation: AttentionImplementation,
 ) -> jax.Array | None:

@@ -27,7 +27,7 @@ from jaxinfra.config.rope import RopePairs
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.attention import distance_slopes, own_attention, own_function
-from jaxinfra.ops.key_choice import Index, best_keys, chosen_keys
+from jaxinfra.ops.key_choice import KeyIndex, best_keys, chosen_keys
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.ops.query_blocks import in_query_blocks
 from pallas_kernels.common import device
@@ -180,7 +180,7 @@ def cached_attention(
     config: MixerConfig,
     positions_BT: jax.Array,
     sinks_N: jax.Array | None = None,
-    index: Index | None = None,
+    index: KeyIndex | None = None,
 ) -> jax.Array:
     """Computes attention of new queries to all cached keys, including their own.
 
@@ -244,7 +244,7 @@ def reads_chosen(indexer: IndexerConfig, num_queries: int, num_slots: int) -> bo
 def _attend_to_chosen(
     q_BTNH: jax.Array,
     pages: Pages,
-    index: Index,
+    index: KeyIndex,
     config: LatentAttentionConfig,
     positions_BT: jax.Array,
 ) -> jax.Array:
@@ -319,7 +319,7 @@ def paged_attention(
 def _attend(
     q_BTNH: jax.Array,
     positions_BT: jax.Array,
-    index: Index | None,
+    index: KeyIndex | None,
     *,
     keys: tuple[jax.Array, ...],  # [B, S, K, H], or parts of that width
     v_BSKH: jax.Array,

@@ -16,7 +16,7 @@ from jaxinfra.ops.query_blocks import in_query_blocks
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Index:
+class KeyIndex:
     """The indexer's queries, their heads' weights and the keys of the same tokens."""
 
     q_BTIJ: Float[Array, "B T I J"]
@@ -25,7 +25,7 @@ class Index:
 
 
 def best_keys(
-    index: Index,
+    index: KeyIndex,
     key_BSJ: Float[Array, "B S J"],
     visible_BTS: Bool[Array, "B T S"],
     *,
@@ -47,7 +47,7 @@ def best_keys(
 
 
 def chosen_keys(
-    index: Index,
+    index: KeyIndex,
     key_BSJ: Float[Array, "B S J"],
     visible_BTS: Bool[Array, "B T S"],
     *,
@@ -65,7 +65,7 @@ def chosen_keys(
 
 
 def choice_bias(
-    index: Index, segment_ids_BT: Int[Array, "B T"] | None, *, top_k: int, dtype: jnp.dtype
+    index: KeyIndex, segment_ids_BT: Int[Array, "B T"] | None, *, top_k: int, dtype: jnp.dtype
 ) -> Float[Array, "B 1 T T"] | None:
     """Computes the bias that hides keys which were not chosen: 0 or -inf, without a gradient.
 

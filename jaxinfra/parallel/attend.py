@@ -19,7 +19,7 @@ from jaxinfra.axes import MeshAxis
 from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.decode_layers import DecodedLayers, LayerWeights, decode_layers
-from jaxinfra.ops.key_choice import Index
+from jaxinfra.ops.key_choice import KeyIndex
 from jaxinfra.parallel.place import Placement
 
 
@@ -43,7 +43,7 @@ class ShardedAttention:
         config: MixerConfig,
         segment_ids_BT: Int[Array, "B T"] | None,
         sinks_N: Float[Array, "N"] | None = None,
-        index: Index | None = None,
+        index: KeyIndex | None = None,
     ) -> Float[Array, "B T N Hv"]:
         """Computes self-attention; the result is sharded as q."""
         place = self.placement
@@ -84,7 +84,7 @@ class ShardedDecode:
         config: MixerConfig,
         positions_BT: jax.Array,
         sinks_N: jax.Array | None = None,
-        index: Index | None = None,
+        index: KeyIndex | None = None,
     ) -> jax.Array:
         """Computes attention to the cache; the result is sharded as q."""
         place, tables_BM = self.placement, pages.tables_BM

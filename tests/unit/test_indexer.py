@@ -27,7 +27,7 @@ from jaxinfra.model.exactness import check_exact
 from jaxinfra.model.flops import decode_flops, forward_flops, training_flops
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.attention import attention
-from jaxinfra.ops.key_choice import Index, best_keys, chosen_keys
+from jaxinfra.ops.key_choice import KeyIndex, best_keys, chosen_keys
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize.equivalence import divided_norm, scaled_inputs
 from jaxinfra.quantize.recipes import Method
@@ -60,7 +60,7 @@ def an_index(rng, *, batch=2, queries=5, keys=9, ties=False):
     if ties:
         arrays = [np.sign(x) * (np.abs(x) > 1.0) for x in arrays]
     q, weight, key = map(jnp.asarray, arrays)
-    return Index(q_BTIJ=q, weight_BTI=weight, key_BTJ=key[:, :queries]), key
+    return KeyIndex(q_BTIJ=q, weight_BTI=weight, key_BTJ=key[:, :queries]), key
 
 
 @pytest.mark.parametrize("ties", [False, True])
