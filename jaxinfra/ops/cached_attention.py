@@ -199,8 +199,6 @@ def cached_attention(
             all cached index keys of the row. A few queries then read the latents of their keys
             alone; of more queries, all scores are computed and those of other keys left out.
     """
-    # A latent cache is two arrays, and the kernels read keys from one.
-    is_latent = isinstance(config, LatentAttentionConfig)
     if own_function(config) is not None:
         rows = pages.tokens(q_BTNH.dtype)
         slots_S = jnp.arange(rows["k"].shape[1], dtype=jnp.int32)
@@ -208,6 +206,7 @@ def cached_attention(
         # Padding sees the first key, so that no softmax is of nothing; nobody reads its result.
         mask_BTS = jnp.maximum(positions_BT, 0)[:, :, None] >= slots_S[None, None, :]
         return own_attention(q_BTNH, rows["k"], rows["v"], config, mask_BTS, distance_BTS)
+    # A latent cache is two arrays, and the kernels read keys from one.
     in_kernels = isinstance(config, GroupedAttentionConfig) and not (
         config.chunk or config.distance_slopes
     )
@@ -220,7 +219,7 @@ def cached_attention(
         if reads_chosen(config.indexer, positions_BT.shape[1], pages.row_slots):
             return _attend_to_chosen(q_BTNH, pages, index, config, positions_BT)
     rows = pages.tokens(q_BTNH.dtype)
-    if is_latent:
+    if isinstance(config, LatentAttentionConfig):
         latent_BS1R, rotated_BS1P = (rows[n][:, :, None] for n in ("latent", "rotated_key"))
         keys, v_BSKH = (latent_BS1R, rotated_BS1P), latent_BS1R
     else:
