@@ -62,6 +62,10 @@ class GradientFunction(abc.ABC):
             loss_scale: factor of the objective.
         """
 
+    def counted(self, batch: Batch) -> Float[Array, ""]:
+        """Sums the weights of a batch's targets."""
+        return jnp.sum(batch.weights)
+
     def of(self, model: ModelDefinition) -> Self:
         """Returns a copy of this gradient function for another model, such as a model whose frozen
         parameters are bound.
@@ -281,6 +285,14 @@ class AccumulatedGradient(GradientFunction):
             if axes:
                 total = sum_gradients_once(total, placement=placement, model=self.model, axes=axes)
         return total(parameters, state, batch, key, loss_scale, terms, per_token)
+
+    def counted(self, batch: Batch) -> Float[Array, ""]:
+        """Sums the weights of a batch's targets. Those of answers are counted: their weights are
+        marks, such as kto's 2 of bad ones.
+        """
+        if self.preferences is None:
+            return super().counted(batch)
+        return jnp.sum((batch.weights > 0.0).astype(batch.weights.dtype))
 
     def _accumulated(
         self,

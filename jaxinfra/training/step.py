@@ -98,7 +98,7 @@ def make_train_step(
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
         key, scale = step_key(state), state.loss_scale.value
         learned = gradient(state.parameters, state.model_state, batch, key=key, loss_scale=scale)
-        counted = jnp.sum(batch.weights)
+        counted = gradient.counted(batch)
         with jax.named_scope("optimizer"):
             new_state, norm, statistics = update(state, learned, counted, key)
         metrics = StepMetrics(

@@ -30,6 +30,7 @@ from jaxinfra.hf import from_hf_config, to_hf_config, weight_map
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training import preferences
+from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.preferences import kto_loss, pair_sums, preference_loss, target_values
 
 KTO = PreferenceConfig(loss=PreferenceLoss.KTO, beta=0.3, undesirable_weight=1.5)
@@ -116,6 +117,9 @@ def test_packed_rows_give_the_losses_of_their_answers():
     assert (float(figures["answers"]), float(figures["good"])) == (8.0, 4.0)
     want = math.fsum(0.3 * a for a, is_good in zip(answers, good, strict=True) if is_good)
     assert float(figures["good_reward"]) == pytest.approx(want, rel=1e-5)
+    model = define_model(dense(), execution_on())
+    gradient = AccumulatedGradient(model, training=run_preset("tiny").training, preferences=KTO)
+    assert float(gradient.counted(batch)) == counted.astype(bool).sum()  # marks are no weights
 
 
 def encoded(form: DataFormat, rows, encoder=None):
