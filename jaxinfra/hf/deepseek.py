@@ -35,7 +35,8 @@ _IGNORED = (
     *("seq_aux", "aux_loss_alpha", "output_router_logits", "router_aux_loss_coef"),
     "ep_size",
 )
-_INDEXED, _EVERY = "indexed_attention", "index_topk_freq"
+_INDEXED = "indexed_attention"
+_FULL, _SHARED = "full", "shared"  # layers with an indexer of their own, and the others
 _LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
 
 
@@ -79,16 +80,19 @@ def read_deepseek_v32(keys: Keys) -> ModelConfig:
 def read_glm_moe_dsa(keys: Keys) -> ModelConfig:
     """Reads GLM-5: DeepSeek-V3.2 with an indexer that rotates neighbours."""
     keys.expect("indexer_rope_interleave", (True, None), "the indexer rotates neighbours here")
-    kinds = keys.sequence("indexer_types", None)
-    if kinds is None:
-        # As they follow one another in the letters of a pattern, or every so many layers.
-        pattern, every = keys.either("index_topk_pattern", str, list), keys.integer(_EVERY, 1)
-        keys.ignore("index_skip_topk_offset")
-        kinds = pattern if pattern is not None else ("full" if every <= 1 else "shared",)
-    if not {*kinds} <= {"full", "F"}:
+    num_layers = keys.integer("num_hidden_layers")
+    every = max(keys.integer("index_topk_freq", 1), 1)
+    before = keys.integer("index_skip_topk_offset", 2) - 1  # layers before the first that shares
+    shares = (max(i - before, 0) % every for i in range(num_layers))
+    letters = keys.either("index_topk_pattern", str, list)
+    by_default = [_SHARED if each else _FULL for each in shares] if letters is None else letters
+    named = {"F": _FULL, "S": _SHARED}
+    kinds = [named.get(str(each), each) for each in keys.sequence("indexer_types", by_default)]
+    if kinds != [_FULL] * num_layers:
         raise ConfigError(
-            f"indexer_types={list(kinds)}: layers that share an earlier layer's choice of keys are "
-            "not computed here; a config whose layers are all full is read"
+            f"indexer_types of {len(kinds)} layers, {sorted({*map(str, kinds)})}: a config whose "
+            f"{num_layers} layers are all {_FULL} is read; layers that are {_SHARED} attend to the "
+            "keys that an earlier layer chose, which is not computed here"
         )
     return _read_indexed(keys, RopePairs.NEIGHBOURS)
 
@@ -101,7 +105,8 @@ def _read_indexed(keys: Keys, pairs: RopePairs) -> ModelConfig:
     types = keys.sequence("layer_types", None)
     if types is not None and [*types] != [_INDEXED] * num_layers:
         raise ConfigError(
-            f"layer_types={list(types)}: each of {num_layers} layers is {_INDEXED} here"
+            f"layer_types of {len(types)} layers, {sorted({*map(str, types)})}: each of "
+            f"{num_layers} layers is {_INDEXED} here"
         )
     keys.integer("q_lora_rank")  # the indexer reads compressed queries
     indexer = IndexerConfig(

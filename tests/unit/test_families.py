@@ -110,6 +110,31 @@ def test_kimi_k2_is_deepseek_v3_by_another_name():
     assert from_hf_config(values | {"model_type": "kimi_k2"}) == from_hf_config(values)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("deepseek_v32", {"index_topk": 0}, "top_k=0 must be at least 1"),
+        ("deepseek_v32", {"index_head_dim": 3}, "head_dim=3 is below rope_dim=4"),
+        ("deepseek_v32", {"q_lora_rank": None}, "'q_lora_rank' is missing"),
+        ("deepseek_v32", {"index_n_heads": None}, "'index_n_heads' is missing"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "is indexed_attention here"),
+        ("deepseek_v32", {"mlp_layer_types": ["dense", "moe", "dense"]}, "name dense or sparse"),
+        ("deepseek_v32", {"rope_interleave": False}, "neighbours are rotated"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "full", "shared"]}, "not computed here"),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "indexer_types of 1 layers"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 2}, "'shared'"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FFS"}, "'shared'"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "the indexer rotates neighbours"),
+    ],
+)
+def test_indexers_that_cannot_be_computed_are_refused(name, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config(described(name)["config"] | changes)
+    every = {"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 3}
+    same = described("glm_moe_dsa")["config"]
+    assert from_hf_config(same | every) == from_hf_config(same)
+
+
 def test_keys_that_a_layer_takes_from_another_are_left_out():
     """Files of Gemma 4 have tensors of layers that never compute keys."""
     config = from_hf_config(described("gemma4_shared")["config"])
