@@ -18,6 +18,7 @@ from jaxinfra.model.execution import (
     within_device,
 )
 from jaxinfra.numerics.policy import POLICIES, Policy
+from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.attention import attention as self_attention
 from jaxinfra.ops.cached_attention import cached_attention
 from jaxinfra.ops.decode_layers import decode_layers
@@ -82,6 +83,8 @@ def execution_on(
     gather = None
     if keep_gathered and placement is not None:
         gather = WeightAllGather(placement=placement, compute=policy.compute)
+    # Products in 8 bits gather the stream as codes.
+    is_plain = not policy.is_exact and policy.recipe(Site.PROJECTION).fp8 is None
     return Execution(
         policy=policy,
         recomputation=Recomputation(remat=remat, kept=kept, unroll=unroll),
@@ -89,7 +92,7 @@ def execution_on(
             devices=fp8_devices_on(placement),
             few_rows=serves_alone and not policy.is_exact,
             ordered=ordered_product(placement) if policy.is_exact else None,
-            stream=None if policy.is_exact else stream_products(placement),
+            stream=stream_products(placement) if is_plain else None,
         ),
         kernels=kernels_on(
             placement,

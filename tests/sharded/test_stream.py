@@ -1,5 +1,6 @@
 """Projections that gather and scatter the stream themselves: values, and the collectives sent."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,9 +10,9 @@ import pytest
 
 from jaxinfra.axes import EMBED, HEAD, KV_HEADS, Q_HEADS
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.precision import Fp8Matmuls, Numerics, PolicyName, PrecisionConfig
 from jaxinfra.config.run import Remat
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import POLICIES, policy_of
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import StreamFactor
 from jaxinfra.parallel import execution
@@ -120,3 +121,14 @@ def test_only_meshes_of_two_hopper_gpus_have_them(monkeypatch):
         assert products(tensor=4) is None
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         assert products(tensor=2) is None, "kernels cannot write to another process's memory"
+
+
+@pytest.mark.parametrize("precision", [{"fp8": Fp8Matmuls()}, {"numerics": Numerics.EXACT}])
+def test_products_in_eight_bits_or_in_one_order_are_apart(precision):
+    mesh = make_mesh(MeshConfig(tensor=2), devices=jax.devices()[:2])
+    place = Placement(mesh=mesh, rules=state_rules(SPLIT))
+    plain = PrecisionConfig(policy=PolicyName.BF16)
+    with device.compiling_for(device.H200):
+        for config in (plain, dataclasses.replace(plain, **precision)):
+            products = execution.execution_on(place, policy=policy_of(config)).multiply.stream
+            assert (products is None) == (config != plain)
