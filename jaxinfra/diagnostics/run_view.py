@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
+from jaxinfra.config.run import RunConfig
 from jaxinfra.diagnostics.delays import Explanation, explain_step
 from jaxinfra.diagnostics.host_delays import phase_ms
 from jaxinfra.diagnostics.memory.picture import OUT_OF_MEMORY_PICTURE
@@ -108,7 +109,7 @@ def read_view(directory: Path) -> RunView:
     evaluations = [line for line in lines if "heldout_loss" in line]
     return RunView(
         path=directory,
-        config=dict(_flat(codec.to_dict(config))),
+        config=_settings(config),
         tokens_per_step=config.training.batch_size * config.training.sequence_length,
         num_steps=config.training.steps,
         records=[line for line in lines if "loss" in line],
@@ -135,6 +136,14 @@ def read_view(directory: Path) -> RunView:
         spikes=_spikes(run),
         out_of_memory=read_bytes(picture) if picture.is_file() else None,
     )
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Returns a run's settings by their dotted path, without the source that a mixture replaces."""
+    values = dict(_flat(codec.to_dict(config)))
+    for path in ("data.source", "data.heldout_source") if config.data.mixture else ():
+        del values[path]
+    return values
 
 
 def differing_settings(views: Sequence[RunView]) -> dict[str, list[str]]:

@@ -108,6 +108,16 @@ def test_settings_that_differ_are_named(runs):
     assert found == {"optimizer.learning_rate": ["0.001", "0.002"]}
 
 
+def test_a_run_on_a_mixture_has_no_source_beside_it(runs, tmp_path):
+    """A mixture takes the place of ``data.source``, whose default would be shown as read."""
+    mixture = 'data.mixture=[{"name": "web", "source": "web/"}]'
+    run = RunDirectory(tmp_path / "mixed")
+    run.create(codec.override(run_preset("tiny"), ["optimizer.learning_rate=0.001", mixture]))
+    found = differing_settings([read_view(each) for each in (runs[0], run.path)])
+    assert found["data.source"] == ["stdlib", "-"]
+    assert found["data.mixture.0.source"] == ["-", "web/"]
+
+
 def test_the_page_holds_everything_in_one_file(runs, capsys):
     assert main(["report", str(runs[1])]) == 0
     page = (runs[1] / "report.html").read_text()
