@@ -47,6 +47,8 @@ from jaxinfra.planning.search import Found, Question, search
 from jaxinfra.quantize.recipes import DEFAULT_GROUP
 from jaxinfra.runtime.files import read_json, user_cache
 
+_CONTEXT = 8192  # tokens of --inference
+
 
 def formats(args: argparse.Namespace) -> int:
     """Prints number formats and the training recipes that use them."""
@@ -141,7 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", help=f"with --inference: {', '.join(WEIGHTS)} (default: the files', or bf16)")
     add("--group-size", type=_count, metavar="N", help=f"inputs per scale ({DEFAULT_GROUP})")
     add("--cache", default="bf16", help=f"KV cache: {', '.join(CACHE_BITS)} (default: bf16)")
-    add("--context", type=_count, default=8192, help="cached tokens of --inference (default: 8192)")
+    add(
+        "--context",
+        type=_count,
+        help=f"cached tokens of --inference (default: {_CONTEXT}, at most the model's positions)",
+    )
     add("--compile", choices=("cpu", "gpu"), help="compile the real step and compare with it")
     add("--pictures", type=Path, metavar="DIR", help="directory for pictures of the plan")
     add("--schedule", choices=list(map(str, PipelineSchedule)), help="show a pipeline schedule")
@@ -165,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     require_within(devices=args.devices, stages=args.p, micro_batches=args.m)
     require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
-    require_within(sequence_length=max(args.length or 1, args.context))
+    require_within(sequence_length=max(args.length or 1, args.context or 1))
     if args.schedule is not None:
         return schedule(args)
     if args.model is None:
@@ -387,10 +393,10 @@ def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) ->
         group=args.group_size or group,
         cache=args.cache,
     )
-    batch = args.batch or 1
+    batch, context = args.batch or 1, args.context or min(_CONTEXT, model.config.max_positions)
     if args.pictures is not None:
-        draw_serving(model, device, serving, args.pictures, context=args.context)
-    figures = summary(model, device, serving, context=args.context, batch=batch)
+        draw_serving(model, device, serving, args.pictures, context=context)
+    figures = summary(model, device, serving, context=context, batch=batch)
     if args.json:
         _print_json(figures)
         return 0

@@ -184,6 +184,8 @@ def test_a_plan_names_its_own_recomputation():
         (["mixtral_8x7b", "--inference", "--devices", "2"], "--mesh fsdp=2,expert=2"),
         (["mixtral_8x7b", "--inference", "--weights", "fp8"], "experts have no kernel"),
         (["llama3_70b", "--inference"], "do not fit"),
+        (["tiny", "--inference"], "requests of 2,048 tokens fit"),  # its positions
+        (["tiny", "--inference", "--context", "4096"], "requests of 4,096 tokens fit"),
     ],
 )
 def test_a_plan_of_serving_begins_with_the_answer(capsys, words, said):
