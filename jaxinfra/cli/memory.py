@@ -63,7 +63,7 @@ from jaxinfra.training.recompute.optimal import draw_choice
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra memory``."""
-    train.add_arguments(parser)
+    train.add_config_arguments(parser)
     parser.add_argument(
         "--rl",
         metavar="SPEC",

@@ -69,6 +69,34 @@ _CHOICES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra train``."""
+    add_config_arguments(parser)
+    parser.add_argument("--resume", type=local_path, metavar="RUN", help="continue this run")
+    parser.add_argument(
+        "--run", type=local_path, metavar="DIR", help="new run directory (default: runs/PRESET-N)"
+    )
+    parser.add_argument(
+        "--continue",
+        action="store_true",
+        dest="continued",
+        help="with --run: continue an existing run there, for jobs that are restarted",
+    )
+    parser.add_argument("--profile", metavar="START:STOP", help="steps to trace with the profiler")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="directory of tokenized texts and compiled programs (default: user cache)",
+    )
+    parser.add_argument("--no-sample", action="store_true", help="print no text sample at the end")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the config and each tensor's bytes per device, and stop",
+    )
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options that say what a run computes, which ``config_of`` reads."""
+    parser.set_defaults(resume=None, run=None)
     parser.add_argument("preset", nargs="?", help="name of a preset (default: tiny)")
     parser.add_argument(
         "--config",
@@ -98,29 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the data are good and bad answers; loss dpo, ipo, simpo, orpo, cpo, kto or reward, "
         "such as dpo,beta=0.1",
     )
-    parser.add_argument("--resume", type=local_path, metavar="RUN", help="continue this run")
-    parser.add_argument(
-        "--run", type=local_path, metavar="DIR", help="new run directory (default: runs/PRESET-N)"
-    )
-    parser.add_argument(
-        "--continue",
-        action="store_true",
-        dest="continued",
-        help="with --run: continue an existing run there, for jobs that are restarted",
-    )
     _add_settings(parser)
-    parser.add_argument("--profile", metavar="START:STOP", help="steps to trace with the profiler")
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        help="directory of tokenized texts and compiled programs (default: user cache)",
-    )
-    parser.add_argument("--no-sample", action="store_true", help="print no text sample at the end")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the config and each tensor's bytes per device, and stop",
-    )
 
 
 def add_set_argument(parser: argparse._ActionsContainer, *, example: str) -> None:

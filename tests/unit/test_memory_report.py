@@ -199,6 +199,12 @@ def test_the_report_of_an_error(tmp_path, monkeypatch):
     assert sum(report["by_role"].values()) == report["total_bytes"]
 
 
+def test_the_command_has_no_options_of_a_run_that_nothing_reads(capsys):
+    with pytest.raises(SystemExit):
+        main(["memory", "tiny", "--dry-run"])
+    assert "unknown option '--dry-run'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command(capsys, tmp_path):
     words = ["memory", "tiny", *(f"--set={each}" for each in SMALL)]
