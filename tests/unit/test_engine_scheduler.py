@@ -391,6 +391,48 @@ def test_requests_of_one_step_that_begin_alike_wait_for_the_first():
     assert sum(each.num_tokens for each in counts) == 14 + 2 + 2 + 3 * 3
 
 
+@pytest.mark.parametrize(("common", "num_copies"), [(3, 0), (4, 1)])
+def test_a_page_is_copied_only_for_a_quarter_of_its_tokens(common, num_copies):
+    limits = dataclasses.replace(LIMITS, page_size=16, max_positions=64)
+    scheduler = Scheduler(limits)
+    run(scheduler, [(0, request(*[1] * 16))])
+    prompt = (*[1] * common, *[2] * 16)
+    stream = RequestStream(number=1, request=request(*prompt), tokens=[*prompt], limit=0)
+    scheduler.add(stream)
+    plan = scheduler.plan()
+    assert len(plan.copies) == num_copies
+    assert stream.num_cached == common * num_copies
+
+
+@pytest.mark.parametrize(
+    ("length", "number", "calls"),
+    [(512, 4, [4]), (512, 3, [1, 1, 1]), (512, 2, [1, 1]), (256, 3, [3]), (256, 2, [1, 1])],
+)
+def test_a_call_of_long_chunks_is_not_mostly_padding(length, number, calls):
+    limits = SchedulerLimits(
+        num_pages=100,
+        page_size=64,
+        max_running=4,
+        max_step_tokens=4 + 4 * length,
+        max_positions=1024,
+        row_sizes=(1, 4),
+        chunk_sizes=(length,),
+        max_piece_rows=4,
+    )
+    scheduler, counts = Scheduler(limits), []
+    plan = scheduler.plan
+
+    def noted():
+        counts.append(len((planned := plan()).chunks))
+        return planned
+
+    scheduler.plan = noted
+    prompts = [(0, request(first, *[3] * (length - 9))) for first in range(number)]
+    results = run(scheduler, prompts)
+    assert [each for each in counts if each] == calls
+    assert [len(results[each]) for each in range(number)] == [4] * number
+
+
 def test_the_oldest_is_never_preempted():
     scheduler = Scheduler(dataclasses.replace(LIMITS, num_pages=8))
     arrivals = [(0, request(*[n] * 8, new=16)) for n in range(4)]

@@ -123,6 +123,7 @@ class PageAllocator:
 
 
 _LOOKED_AT = 64  # children, the newest, that may share a part of a page
+_SHARED = 4  # part of a page, one of so many, from which it is shared
 
 type TokenBlock = tuple[int, ...]
 
@@ -232,9 +233,10 @@ class PrefixTree:
 
     def _nearest(self, node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
         """Returns the child whose block shares most leading tokens with ``rest``, and how many;
-        None at 0.
+        None if they are few.
         """
-        best, most = None, 0
+        # To copy a page costs more than to compute few tokens of it, unless they are all there are.
+        best, most = None, min(len(rest), self._size // _SHARED) - 1
         for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):
             common = 0
             for one, other in zip(block, rest, strict=False):

@@ -19,6 +19,7 @@ from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
 from jaxinfra.serving.engine.requests import RequestStream
 from jaxinfra.serving.engine.states import Snapshots
 
+_MUCH_PADDING = 512  # tokens, which take longer than a GPU needs to read weights once more
 _TOKENS_AHEAD = 16
 """Tokens of each running request whose pages a new one leaves free, or it would soon be preempted.
 """
@@ -247,7 +248,18 @@ class Scheduler:
             if ends:
                 count = min(count, min(ends) - stream.computed)
             rows.append(self._row(stream, count=count, is_sampled=count == left))
+        rows = rows[: self._unpadded(len(rows), length)]
         return dataclasses.replace(plan, chunks=rows, chunk_length=length)
+
+    def _unpadded(self, count: int, length: int) -> int:
+        """Returns how many of ``count`` rows a prompt call takes: fewer if it would compute much
+        padding otherwise. The others come a step later, which takes less time.
+        """
+        smaller = [size for size in self.limits.row_sizes if size <= count]
+        padding = (self.limits.rows(count) - count) * length
+        if not smaller or padding < _MUCH_PADDING or self.limits.has_states:
+            return count  # the states that a row goes on from might be gone by then
+        return smaller[-1]
 
     def _chunk_length(self, left: int, budget: int) -> int:
         """Returns tokens per row of a prompt call, by what is left of the first row's prompt."""
