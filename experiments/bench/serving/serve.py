@@ -14,6 +14,7 @@ send their prompts at once, at last fewer and fewer wait for an answer.
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -37,6 +38,7 @@ from experiments.pictures.serving import draw
 from jaxinfra.errors import ConfigError, JaxinfraError
 
 PERCENTILES = (50, 95, 99)
+_TOGETHER = 16  # clients that connect before what others wait for is looked at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +73,6 @@ class Server:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One request: what it asks for."""
-
-    prompt: list[int]
-    new: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """One request: what came of it, in seconds from its arrival."""
 
@@ -101,34 +95,17 @@ class Answer:
         return (start <= first < end) + (self.new_tokens - 1) * later
 
 
-async def asked(server: Server, call: Call) -> Answer:
+async def asked(server: Server, request: bytes) -> Answer:
     """Sends a request, and reads its events to the end."""
-    body = json.dumps(
-        {
-            "model": server.model,
-            "prompt": call.prompt,
-            "max_tokens": call.new,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": server.streams,
-            **({"stream_options": {"include_usage": True}} if server.streams else {}),
-        }
-    ).encode()
-    key = f"Authorization: Bearer {server.api_key}\r\n" if server.api_key else ""
-    # HTTP/1.0: the answer is what comes until the connection ends.
-    head = (
-        f"POST /v1/completions HTTP/1.0\r\nHost: {server.host}\r\n{key}"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
-        writer.write(head.encode() + body)
+        writer.write(request)
         status = int((await reader.readline()).split()[1])
         if status != 200:
             return Answer(status=status)
         first, usage = None, {}
-        async for said in events(reader):
+        async for said in events(reader, read_only=(b'"usage"', b'"error"')):
             if "error" in said:
                 return Answer(status=500)
             if first is None:
@@ -150,32 +127,65 @@ async def asked(server: Server, call: Call) -> Answer:
             await writer.wait_closed()
 
 
-async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The bodies of server-sent events as they come, or the body of a whole answer."""
+async def events(
+    reader: asyncio.StreamReader, *, read_only: tuple[bytes, ...] = ()
+) -> AsyncIterator[dict[str, Any]]:
+    """The bodies of server-sent events as they come, or the body of a whole answer.
+
+    Args:
+        read_only: bodies with none of these words are given as {}, so that a client of thousands of
+            events per second holds up no others.
+    """
     while line := await reader.readline():
         if line.startswith((b"data: {", b"{")):
-            yield json.loads(line.removeprefix(b"data: "))
+            is_read = not read_only or any(word in line for word in read_only)
+            yield json.loads(line.removeprefix(b"data: ")) if is_read else {}
 
 
 class Load:
-    """Samples requests, and sends them at a rate or by a number of clients."""
+    """Samples requests, and sends them at a rate or by a number of clients.
 
-    def __init__(self, server: Server, args: argparse.Namespace):
+    Args:
+        place: among the loads of a run. Each has other prompts, or the server would keep some.
+        number: requests that are made ahead, so that making them takes no time of the load.
+    """
+
+    def __init__(self, server: Server, args: argparse.Namespace, *, place: int, number: int):
         self.server, self.args = server, args
-        self.rng = np.random.default_rng(args.seed)
+        self.rng = np.random.default_rng((args.seed, place))
         self.prefix = self.rng.integers(1, server.num_ids, args.shared_prefix).tolist()
+        self.made = collections.deque(self.new_request() for _ in range(number))
 
-    def call(self) -> Call:
-        """The next request."""
-        drawn = self.args.prompt_tokens.draw(self.rng)
-        own = self.rng.integers(1, self.server.num_ids, drawn).tolist()
-        return Call(prompt=[*self.prefix, *own], new=self.args.new_tokens.draw(self.rng))
+    def request(self) -> bytes:
+        """The next request, as it is sent."""
+        return self.made.popleft() if self.made else self.new_request()
+
+    def new_request(self) -> bytes:
+        """A new request, with a head of HTTP/1.0: the answer ends with the connection."""
+        server, drawn = self.server, self.args.prompt_tokens.draw(self.rng)
+        own = self.rng.integers(1, server.num_ids, drawn).tolist()
+        asked_for = {
+            "model": server.model,
+            "prompt": [*self.prefix, *own],
+            "max_tokens": self.args.new_tokens.draw(self.rng),
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": server.streams,
+            **({"stream_options": {"include_usage": True}} if server.streams else {}),
+        }
+        body = json.dumps(asked_for).encode()
+        key = f"Authorization: Bearer {server.api_key}\r\n" if server.api_key else ""
+        head = (
+            f"POST /v1/completions HTTP/1.0\r\nHost: {server.host}\r\n{key}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
 
     async def at_rate(self, rate: float) -> list[Answer]:
         """Requests arrive at random, at a mean rate per second."""
         end, tasks = time.perf_counter() + self.args.seconds, []
         while time.perf_counter() < end:
-            tasks.append(asyncio.create_task(asked(self.server, self.call())))
+            tasks.append(asyncio.create_task(asked(self.server, self.request())))
             await asyncio.sleep(self.rng.exponential(1 / rate))
         return await asyncio.gather(*tasks)
 
@@ -186,11 +196,15 @@ class Load:
         async def client() -> list[Answer]:
             answers = []
             while time.perf_counter() < end:
-                answers.append(await asked(self.server, self.call()))
+                answers.append(await asked(self.server, self.request()))
             return answers
 
-        answers = await asyncio.gather(*(client() for _ in range(number)))
-        return [*itertools.chain.from_iterable(answers)]
+        clients = []
+        for place in range(number):
+            clients.append(asyncio.create_task(client()))
+            if place % _TOGETHER == 0:
+                await asyncio.sleep(0)  # the first are not to wait until the last has a connection
+        return [*itertools.chain.from_iterable(await asyncio.gather(*clients))]
 
 
 def measured(answers: list[Answer], seconds: float, args: argparse.Namespace) -> dict[str, Any]:
@@ -281,9 +295,10 @@ def run(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     server, rows = reached(url, args), []
     loads = [("requests/s", rate) for rate in args.rates]
     loads += [("clients", number) for number in args.concurrency]
-    for kind, value in loads:
-        load = Load(server, args)
-        asyncio.run(asked(server, load.call()))  # the first call of a server finds caches empty
+    for place, (kind, value) in enumerate(loads):
+        ahead = 1 + int(value) if kind == "clients" else 0
+        load = Load(server, args, place=place, number=ahead)
+        asyncio.run(asked(server, load.request()))  # the first call of a server finds caches empty
         begun = time.perf_counter()
         work = load.at_rate(value) if kind == "requests/s" else load.by_clients(int(value))
         answers = asyncio.run(work)

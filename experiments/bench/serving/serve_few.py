@@ -5,7 +5,8 @@
 
 Weights are random, in bf16 or FP8. Options of ``jaxinfra serve`` come after ``--``. Programs are
 those of greedy decoding, and of chunks of ``--chunk`` tokens. A line for every 100 steps has
-milliseconds per step, and those of them in which the host waited for the device.
+milliseconds per step, and those of them in which the host waited for the device: if these are few,
+the host holds up the device. It also has the CPU time of all threads, and of the engine's own.
 """
 
 import argparse
@@ -47,7 +48,13 @@ class Told:
 
     def __init__(self) -> None:
         self._step, self._read = Engine.step, runner.ModelRunner.read
-        self._number, self._begun, self._waited = 0, time.perf_counter(), 0.0
+        self._number, self._waited = 0, 0.0
+        self._last = (0.0, 0.0, 0.0)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds of the clock, and of CPU time of the process and of this thread."""
+        return time.perf_counter(), time.process_time(), time.thread_time()
 
     def read(self, of: runner.ModelRunner, dispatched: runner.Dispatched) -> Any:
         """Calls ``ModelRunner.read``, and adds up the time that it takes."""
@@ -60,15 +67,19 @@ class Told:
         """Calls ``Engine.step``, and prints a line after every 100 steps."""
         result, running = self._step(engine), engine.scheduler.running
         self._number += bool(running)
+        if self._number == 1:
+            self._last = self._now()
         if running and self._number % STEPS == 0:
-            now, pages = time.perf_counter(), engine.scheduler.allocator
-            took, waited = (1e3 * each / STEPS for each in (now - self._begun, self._waited))
+            now, pages = self._now(), engine.scheduler.allocator
+            spent = [after - before for after, before in zip(now, self._last, strict=True)]
+            took, cpu, own, waited = (1e3 * each / STEPS for each in (*spent, self._waited))
             print(
-                f"step {self._number}: {took:.1f} ms, {waited:.1f} of waiting; {len(running)} run, "
+                f"step {self._number}: {took:.1f} ms, {waited:.1f} of waiting, CPU {cpu:.1f}, the "
+                f"engine's {own:.1f}; {len(running)} run, {len(engine.scheduler.waiting)} wait, "
                 f"{pages.num_free + pages.num_idle} pages are free",
                 flush=True,
             )
-            self._begun, self._waited = now, 0.0
+            self._last, self._waited = now, 0.0
         return result
 
 
