@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import jax
@@ -52,6 +53,22 @@ def test_a_second_set_compiles_nothing_and_computes_the_same(tmp_path):
     other = made(ProgramStore(tmp_path), model="b")
     other.make(KEYS[:1])
     assert other.num_compiled == 1
+
+
+def test_progress_is_told_while_further_programs_are_traced():
+    told, known = [], []
+
+    def noted(key: ProgramKey) -> Prepared:
+        if key == KEYS[-1]:
+            while not told:  # until the first one is compiled
+                time.sleep(0.001)
+            known.extend(told)
+        return prepare(key)
+
+    programs = ProgramSet(noted, devices=DEVICES)
+    programs.make(KEYS, lambda number, count: told.append((number, count)))
+    assert known[0] == (1, 3)
+    assert sorted(told) == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_a_name_follows_from_flags_but_not_from_what_importing_mosaic_sets(monkeypatch):

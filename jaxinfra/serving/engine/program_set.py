@@ -7,6 +7,7 @@ others are there, a step runs a larger program with padding, or one for a row at
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import threading
@@ -276,10 +277,20 @@ class ProgramSet:
         """Makes programs: tracing one after another, loading and compiling side by side.
 
         Args:
-            report: called with the number of programs that are ready, and of all.
+            report: called, in whatever thread, with the number of programs that are ready, and of
+                all.
         """
         keys = [key for key in keys if key not in self._made]
-        number, most = 0, os.cpu_count() or 1
+        most, numbers = os.cpu_count() or 1, itertools.count(1)
+
+        def tell() -> None:
+            if report is not None:
+                report(next(numbers), len(keys))
+
+        def compile_one(key: ProgramKey, lowered: jax.stages.Lowered) -> None:
+            self._compile(key, lowered)
+            tell()
+
         pool = concurrent.futures.ThreadPoolExecutor(most, thread_name_prefix=UNAWAITED)
         with pool:
             loading = {key: pool.submit(self._loaded, key) for key in keys}
@@ -297,16 +308,11 @@ class ProgramSet:
                             [each for each in coming if not each.done()],
                             return_when=concurrent.futures.FIRST_COMPLETED,
                         )
-                    coming.append(pool.submit(self._compile, key, self.lowered(key)))
+                    coming.append(pool.submit(compile_one, key, self.lowered(key)))
                 else:
-                    number += 1
-                    if report is not None:
-                        report(number, len(keys))
-            for each in concurrent.futures.as_completed(coming):
+                    tell()
+            for each in coming:
                 each.result()
-                number += 1
-                if report is not None:
-                    report(number, len(keys))
 
     def close(self) -> None:
         """Stops the background thread after the programs that it is compiling, so that the process
