@@ -19,6 +19,7 @@ from jaxinfra.config.model import BlockConfig, ModelConfig, Stack
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, by_path, define_model, nest
 from jaxinfra.model.passes import Pass
+from jaxinfra.model.projection import Projection
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.ops.quantized import Activations, contracted_dims
 from jaxinfra.parallel.execution import execution_on
@@ -218,11 +219,13 @@ def _matrices(definition: ModelDefinition) -> list[dict[str, MatrixDims]]:
         layers = {"attention": block.attention, "mlp": block.mlp}
         found.append(
             {
-                f"{layer}/{name}/weight": MatrixDims(num_inputs=contracted_dims(node.spec) or 1)
+                "/".join([layer, *map(str, path), "weight"]): MatrixDims(
+                    num_inputs=contracted_dims(node.spec) or 1
+                )
                 for layer, each in layers.items()
                 if each is not None
-                for name, node in vars(each).items()
-                if hasattr(node, "spec")
+                for path, node in nnx.iter_modules(each)
+                if isinstance(node, Projection)
             }
         )
     for info in definition.table():

@@ -20,9 +20,9 @@ from jaxinfra.numerics.storage import EXACT
 from jaxinfra.ops.quantized import QuantizedWeight, WeightCode, round_weight
 from jaxinfra.quantize.recipes import Method, QuantizationRecipe, layout_of
 
-_KEPT = ("router", "shared_scale")
-"""Projections whose results choose or weigh experts: small, and a rounded score sends a token
-elsewhere.
+_KEPT = {"router", "shared_scale", "indexer"}
+"""Projections whose results choose or weigh experts, or choose keys: small, and a rounded score
+sends a token elsewhere.
 """
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -52,7 +52,7 @@ def is_quantizable(tensor: Tensor, matmuls: Mapping[str, bool]) -> bool:
     return tensor.groups == 1 and all(
         part.path.startswith("blocks/")
         and matmuls.get(part.path, False)
-        and part.path.split("/")[-2] not in _KEPT
+        and not _KEPT & {*part.path.split("/")}
         and _is_matrix(part)
         for part in tensor.parts
     )

@@ -191,7 +191,7 @@ def quantize_model(
 ) -> QuantizationReport:
     """Quantizes a model's layer weights and writes them as a Hugging Face directory.
 
-    Embeddings, norms, routers and the projection onto the vocabulary stay as they are.
+    Embeddings, norms, routers, indexers and the projection onto the vocabulary stay as they are.
 
     Args:
         ids_BT: token ids of the calibration text, which sets scales and measures errors.

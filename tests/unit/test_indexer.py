@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.latent import INDEXER_PARAMETERS, IndexerConfig
@@ -21,6 +22,7 @@ from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.config.validate import validate
+from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.model.exactness import check_exact
@@ -30,13 +32,15 @@ from jaxinfra.ops.attention import attention
 from jaxinfra.ops.key_choice import KeyIndex, best_keys, chosen_keys
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize.equivalence import divided_norm, scaled_inputs
-from jaxinfra.quantize.recipes import Method
+from jaxinfra.quantize.quantize import quantize_model, source_model
+from jaxinfra.quantize.recipes import Method, quantization_recipe
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.sampling import GREEDY
 from tests.decoder_oracle import drawn, latent_attention, model
 from tests.generation import recomputed
+from tests.unit.test_families import write_directory
 
 INDEXER = IndexerConfig(num_heads=5, head_dim=7, top_k=3)
 ATTENTION = latent_attention(
@@ -265,6 +269,21 @@ def test_flops_are_of_what_is_computed():
     # A decode step reads 3 latents, and all index keys.
     step = decode_flops(CONFIG, 0, 40) - heads * 41
     assert step == decode_flops(plain, 0, 2)
+
+
+@pytest.mark.slow
+def test_an_indexer_is_not_quantized(tmp_path):
+    """Its choice would be another; the errors of the others are measured with it."""
+    write_directory("deepseek_v32", tmp_path / "a")
+    bytes_tokenizer().save(tmp_path / "a" / "tokenizer.json")
+    ids = np.random.default_rng(0).integers(0, 64, (4, 16))
+    with source_model(tmp_path / "a") as given:
+        report = quantize_model(given, tmp_path / "b", quantization_recipe("fp8"), ids_BT=ids)
+    assert all(layer.error is not None for layer in report.layers)
+    before, after = (by_path(load_pretrained(tmp_path / each).parameters) for each in "ab")
+    rounded = {path for path, x in before.items() if not np.array_equal(x, after[path])}
+    assert not any("/indexer/" in path for path in rounded)
+    assert any("/query_down/" in path for path in rounded)
 
 
 @pytest.mark.slow
