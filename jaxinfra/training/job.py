@@ -25,7 +25,7 @@ from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.config.validate import may_keep_gathered, validate
 from jaxinfra.data.batch import Batch, Rollout
 from jaxinfra.errors import ConfigError, UnsupportedError
-from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, only
+from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged, only
 from jaxinfra.model.gradients import Gradients
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.numerics.policy import policy_of, stored_as_computed
@@ -159,11 +159,12 @@ class Job:
 
     def start_from(self, tree: Parameters) -> TrainState[jax.Array]:
         """Returns the training state of step 0 with the parameters and model state in ``tree``,
-        whose buffers it takes over.
+        whose buffers it takes over. State that is not in there is initialized.
         """
 
         def around(tree: Parameters) -> TrainState[jax.Array]:
-            return self._around(only(tree, self.model.shapes), only(tree, self.model.state_shapes))
+            state = merged(self.model.initial_state(), only(tree, self.model.state_shapes))
+            return self._around(only(tree, self.model.shapes), state)
 
         return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(tree)
 

@@ -24,7 +24,7 @@ from jaxinfra.config.run import RunConfig
 from jaxinfra.data.chat_template import TEMPLATE_FILES, read_templates
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, JaxinfraError
-from jaxinfra.model.definition import Parameters, define_model, merged, without
+from jaxinfra.model.definition import Parameters, define_model, merged, only, without
 from jaxinfra.runtime.files import require_type
 from jaxinfra.training.job import Job
 from jaxinfra.training.own_data import Batches, OwnData, PolicyData, Texts
@@ -49,8 +49,8 @@ def first_state(job: Job) -> State:
     """Makes the training state of step 0; a collective.
 
     If the run starts from another model, that model's parameters and model state are read. LoRA
-    adapters are always initialized. The head of a reward model that starts from a language model is
-    zero, so all first scores are.
+    adapters and records of 8-bit matmuls are always initialized. The head of a reward model that
+    starts from a language model is zero, so all first scores are.
     """
     init, model = job.config.init, job.model
     if init is None:
@@ -58,14 +58,18 @@ def first_state(job: Job) -> State:
     if job.config.lora is None:
         return job.start_from(_initial_tree(job, init))
     state = job.initialize()
-    if not model.state_shapes:
+    shardings = only(job.shardings.model_state, model.unquantized.arrays)
+    if not shardings:
         return state
-    model_state = place_initial(init, model, job.shardings.model_state)
+    model_state = merged(state.model_state, place_initial(init, model, shardings))
     return dataclasses.replace(state, model_state=model_state)
 
 
 def _initial_tree(job: Job, init: InitConfig) -> Parameters:
-    shardings, wanted = job.shardings.tree, job.model.config.head
+    shardings, wanted = (
+        only(job.shardings.tree, job.model.unquantized.arrays),
+        job.config.model.head,
+    )
     if initial_head(init) is wanted:
         return place_initial(init, job.model, shardings)
     head = {_HEAD: shardings[_HEAD]}

@@ -246,6 +246,21 @@ def test_over_a_base_in_few_bits(place, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ["hf", "full"])
+@pytest.mark.parametrize("lora", [(), ("--lora", "rank=2,targets=query")])
+def test_in_eight_bits(source, lora, full, place):
+    """Records of 8-bit operands are in no file of a model, and begin anew."""
+    fp8 = ["--policy", "bf16", "--set", 'precision.fp8={"scaling": "squares"}']
+    name = f"{source}-8-{len(lora)}"
+    options = ["--data", place / "text.txt", "--steps", 1, "--learning-rate", "1e-9", "--no-sample"]
+    assert train(place, name, "--init", place / source, *options, *fp8, *lora) == 0
+    plain = f"{source}-16-{len(lora)}"
+    assert train(place, plain, "--init", place / source, *options, "--policy", "bf16", *lora) == 0
+    (loss,), (want,) = losses(place / name), losses(place / plain)
+    assert loss == pytest.approx(want, rel=0.02)
+
+
+@pytest.mark.slow
 def test_from_a_run(full, place):
     """And from a converted directory, to the same numbers."""
     assert main(["convert", str(place / "out"), str(place / "ours")]) == 0
