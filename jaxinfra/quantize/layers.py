@@ -223,7 +223,7 @@ def _matrices(definition: ModelDefinition) -> list[dict[str, MatrixDims]]:
                     num_inputs=contracted_dims(node.spec) or 1
                 )
                 for layer, each in layers.items()
-                if each is not None
+                if isinstance(each, nnx.Module)
                 for path, node in nnx.iter_modules(each)
                 if isinstance(node, Projection)
             }
