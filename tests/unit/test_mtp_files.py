@@ -70,6 +70,8 @@ def family(name):
             return golden("hf/deepseek_v3/config.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
         case "glm4_moe":
             return golden("families/glm4_moe.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
+        case "deepseek_v32":  # whose indexer chooses 5 of the 7 tokens
+            return golden("families/deepseek_v32.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
         case _:
             return golden("families/qwen3_next.json"), QWEN
 
@@ -96,7 +98,7 @@ def normed(x, scale, *, epsilon, offset):
     return x / np.sqrt(mean + epsilon) * (scale + offset)
 
 
-FAMILIES = ("mimo", "deepseek_v3", "glm4_moe", "qwen3_next")
+FAMILIES = ("mimo", "deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:]]
 
 
@@ -182,7 +184,8 @@ def test_a_published_module_computes_its_equations(name, tmp_path):
 
     once = values | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
     once |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in values else {}
-    once |= {"layer_types": values["layer_types"][-1:]} if "layer_types" in values else {}
+    for types in {"layer_types", "mlp_layer_types"} & values.keys():
+        once[types] = values[types][-1:]
     if name == "qwen3_next":
         del once["num_nextn_predict_layers"]
         once["layer_types"] = ["full_attention"]
