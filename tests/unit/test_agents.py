@@ -261,6 +261,24 @@ def test_an_agent_uses_messages(form, tmp_path):
     asyncio.run(run())
 
 
+def test_a_message_goes_on_with_the_assistants_last_words(tmp_path):
+    """As the Messages API has it; blocks of no words are no message."""
+
+    async def run():
+        served = ScriptedServer(tmp_path)
+        asked = {"model": "m", "max_tokens": 9}
+        begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is {"}]
+        async with served.http() as http:
+            served.engine.script = ["so}"]
+            answer = await http.post("/v1/messages", json=asked | {"messages": begun})
+            assert answer.json()["content"] == [{"type": "text", "text": "so}"}]
+            assert served.engine.prompt().endswith("It is {")
+            none = asked | {"messages": [{"role": "user", "content": []}]}
+            assert (await http.post("/v1/messages", json=none)).status_code == 400
+
+    asyncio.run(run())
+
+
 class Forecast(pydantic.BaseModel):
     city: str
     days: int

@@ -79,6 +79,8 @@ class ConversationBody(ClientBody):
             "tools": [_tool(each) for each in self.tools] or None,
             "tool_choice": named,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            # As that API has it: an answer goes on with the assistant's last words.
+            "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
         }
         return chat_body(given | settings)
 
