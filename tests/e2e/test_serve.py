@@ -134,6 +134,10 @@ def test_log_probabilities(running, client):
     assert len(told.token_logprobs) == len(told.top_logprobs) == 4 + answer.usage.completion_tokens
     for value, top in zip(told.token_logprobs[4:], told.top_logprobs[4:], strict=True):
         assert value == max(top.values()) <= 0
+    # A token that is not among the most likely is told behind them.
+    pairs = [*zip(told.tokens, told.top_logprobs, strict=True)][1:]
+    assert all(token in top for token, top in pairs)
+    assert {len(top) for _, top in pairs} == {2, 3}
     chunks = [*client.completions.create(**settings, logprobs=2, stream=True)]
     streamed = [x for c in chunks for x in c.choices[0].logprobs.token_logprobs]
     assert streamed == pytest.approx(told.token_logprobs[4:], abs=1e-5)

@@ -311,8 +311,8 @@ class CompletionForm(AnswerForm):
             "tokens": [*map(self._tokenizer.spelled, tokens, before)],
             "token_logprobs": [None if each is None else each.logprob for each in scores],
             "top_logprobs": [
-                None if each is None else self._named(each.top[:most], last)
-                for each, last in zip(scores, before, strict=True)
+                None if each is None else self._named(_likely(each, token, most), last)
+                for each, token, last in zip(scores, tokens, before, strict=True)
             ],
             "text_offset": self._offsets(index, part),
         }
@@ -338,6 +338,12 @@ class CompletionForm(AnswerForm):
                 length += len(decoder.push(token))
         self._texts[index] = decoder, length
         return offsets
+
+
+def _likely(score: TokenScore, token: int, most: int | None) -> Sequence[tuple[int, float]]:
+    """Returns the most likely tokens, and the token itself behind them if it is not among them."""
+    top = score.top[:most]
+    return top if token in dict(top) else (*top, (token, score.logprob))
 
 
 _BODY: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])  # a tenth of json.dumps's time
