@@ -9,13 +9,14 @@ jaxinfra serve                   # the newest run of `make train`, trained first
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,10 +299,15 @@ class ServedModels:
     read: Callable[[], list[LoadedModel]] | None
 
 
-def read_models(args: argparse.Namespace, path: Path, mesh: MeshConfig) -> ServedModels:
+def read_models(
+    args: argparse.Namespace, path: Path, mesh: MeshConfig, *, absent: Sequence[jax.Device] = ()
+) -> ServedModels:
     """Reads the models and adapters that a server's command line names.
 
     Of models on one device it reads only the shapes: programs can compile while weights are read.
+
+    Args:
+        absent: devices that are not here, to describe the models for.
     """
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
@@ -318,7 +324,12 @@ def read_models(args: argparse.Namespace, path: Path, mesh: MeshConfig) -> Serve
     # Adapters are added to weights.
     has_bank = bool(args.adapters or args.adapter_slots)
     is_ahead = jax.process_count() == 1 and not has_bank and mesh.num_devices == 1
-    model, *others = reading(describe if is_ahead else load)
+    if absent and not is_ahead:
+        raise UnsupportedError(
+            "programs for an absent GPU are of one device and without adapters; leave --mesh and "
+            "--adapters out, or compile on a machine that has the GPUs"
+        )
+    model, *others = reading(functools.partial(describe, devices=absent) if is_ahead else load)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         bank = _bank(model, path, args)
     return ServedModels(

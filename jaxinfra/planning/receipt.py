@@ -60,14 +60,15 @@ def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
     """
     if device.name not in _CHIPS:
         raise UnsupportedError(
-            f"--compile gpu for {device.name}: chips described here are {', '.join(_CHIPS)}"
+            f"compiling for {device.name} where it is absent: chips described here are "
+            f"{', '.join(_CHIPS)}"
         )
     plugin, cuda = _plugin()
     api = _load(str(plugin))
     nodes = max(count // device.node_devices, 1)
     layout = f"{nodes}x1x{count // nodes}"
     topology = xla_client.make_c_api_device_topology(
-        api, layout, target_config=_description(device), topology=layout
+        api, layout, target_config=_description(device, cuda), topology=layout
     )
     facts = Facts(kind=_CHIPS[device.name], is_gpu=True, capability=(9, 0), cuda=cuda)
     return list(topology._make_compile_only_devices()), facts
@@ -82,8 +83,8 @@ def _plugin() -> tuple[Path, int]:
             if library.exists():
                 return library, cuda
     raise UnsupportedError(
-        "--compile gpu needs the CUDA plugin, which is missing: install jaxinfra[cuda] (a GPU "
-        "is not needed), or use --compile cpu"
+        "compiling for an absent GPU needs the CUDA plugin, which is missing: install "
+        "jaxinfra[cuda] (a GPU is not needed); jaxinfra plan has --compile cpu, too"
     )
 
 
@@ -94,8 +95,8 @@ def _load(library: str) -> Any:
     """
     if xla_client.pjrt_plugin_loaded("cuda"):
         raise UnsupportedError(
-            "--compile gpu: JAX has loaded the CUDA plugin already; compile before anything else "
-            "uses JAX, in a process of its own"
+            "compiling for an absent GPU: JAX has loaded the CUDA plugin already; compile before "
+            "anything else uses JAX, in a process of its own"
         )
     api = xla_client.load_pjrt_plugin_dynamically("cuda", library)
     xla_client.initialize_pjrt_plugin("cuda")
@@ -104,7 +105,9 @@ def _load(library: str) -> Any:
     return api
 
 
-def _description(device: Device) -> str:
+def _description(device: Device, cuda: int) -> str:
+    # XLA puts calls into CUDA graphs only if it knows versions that can have them there.
+    version = f"{cuda // 1000}.{cuda % 1000 // 10}.0"
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -125,9 +128,11 @@ gpu_device_info {{
   cuda_compute_capability {{ major: 9 }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  driver_version: "{version}"
+  runtime_version: "{version}"
+  compile_time_toolkit_version: "{version}"
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{_CHIPS[device.name]}"
 """
 

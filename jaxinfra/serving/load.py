@@ -56,7 +56,7 @@ def serving_placement(
 
     Args:
         mesh: sizes of the mesh's axes; one device by default.
-        devices: devices to take the first of; by default this process's, or all if need be.
+        devices: absent devices to compile for; by default those that are here.
 
     Raises:
         ConfigError: generation does not use an axis, or the model's sizes are not divisible by it.
@@ -321,9 +321,15 @@ def describe(
     policy: PolicyName | None = None,
     step: int | None = None,
     mesh: MeshConfig | None = None,
+    devices: Sequence[jax.Device] = (),
 ) -> LoadedModel:
-    """Returns what ``load`` returns, with shapes in place of weights; reads headers only."""
-    return _load(Path(path), policy=policy, step=step, mesh=mesh, read=WeightReading.SHAPES)
+    """Returns what ``load`` returns, with shapes in place of weights; reads headers only.
+
+    Args:
+        devices: absent devices, of which programs can be compiled; by default those that are here.
+    """
+    kept: dict[str, Any] = {"policy": policy, "step": step, "mesh": mesh}
+    return _load(Path(path), **kept, read=WeightReading.SHAPES, devices=devices)
 
 
 class WeightReading(enum.Enum):
@@ -340,14 +346,15 @@ def _load(
     step: int | None,
     mesh: MeshConfig | None,
     read: WeightReading,
+    devices: Sequence[jax.Device] = (),
 ) -> LoadedModel:
     if not is_model_directory(path):
-        return load_run(path, policy=policy, step=step, mesh=mesh, read=read)
+        return load_run(path, policy=policy, step=step, mesh=mesh, read=read, devices=devices)
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
     config = read_model_directory(path).config
     tokenizer = _read_tokenizer(path, vocab_size=config.vocab_size)
-    placement = serving_placement(config, mesh)
+    placement = serving_placement(config, mesh, devices=devices)
     if read is WeightReading.SHAPES:
         model = pretrained_shapes(path, policy=policy, placement=placement)
     else:
@@ -371,6 +378,7 @@ def load_run(
     step: int | None = None,
     mesh: MeshConfig | None = None,
     read: WeightReading = WeightReading.WEIGHTS,
+    devices: Sequence[jax.Device] = (),
 ) -> LoadedModel:
     """Loads the model of a run's newest intact checkpoint; each device reads its own shard.
 
@@ -382,11 +390,12 @@ def load_run(
         step: step of the checkpoint; by default the newest intact one.
         mesh: devices that the model is sharded over; by default the first device.
         read: whether weights are read, or shapes take their place.
+        devices: absent devices to describe the model for; by default those that are here.
     """
     config = RunDirectory(path).read_config()
     tokenizer = _read_tokenizer(path, vocab_size=config.model.vocab_size)
     numbers = as_kept(POLICIES[policy or config.precision.policy], config.precision)
-    placement = serving_placement(config.model, mesh)
+    placement = serving_placement(config.model, mesh, devices=devices)
     if config.lora is not None:
         # As in training: what is frozen is held as it is used.
         numbers = stored_as_computed(numbers)

@@ -33,8 +33,8 @@ _TRACED_FILES = (".py", ".json")  # code, and tables of measured tiles
 _INDIFFERENT = ("compilation_cache", "persistent_cache", "log", "traceback", "explain", "dump")
 # Mosaic GPU writes paths into the environment as it is imported, between a name and the next.
 _FLAGS = ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
-# Addresses differ between processes.
-_ACCIDENTAL = re.compile(r" at 0x[0-9a-f]+")
+# Addresses differ between processes, and an absent device does not name its only kind of memory.
+_ACCIDENTAL = re.compile(r" at 0x[0-9a-f]+|, memory_kind=device(?=\))")
 _CHECKSUM_BYTES = 32
 _PARTIAL = ".partial"
 
@@ -213,7 +213,7 @@ def _environment(platform: str) -> tuple[str, ...]:
 
 @functools.cache
 def _versions(platform: str) -> tuple[str, ...]:
-    # Not the backend's own version, which has a driver's number.
+    # The backend's own version has a driver's number, and is another where the device is absent.
     versions = [f"{name} {_version(name)}" for name in ("jax", "jaxlib", "flax", *_PLUGINS)]
     return (*versions, _sources(), platform, _cpu_features() if platform == "cpu" else "")
 

@@ -15,7 +15,8 @@ def unsupported(call: AttentionCall) -> str | None:
     cuDNN differs in others: it aligns a causal mask with T != S top-left, and rounds the logsumexp
     to the query's dtype.
     """
-    capability = device.target().capability
+    facts = device.target()
+    capability = facts.capability
     spec, masks = call.spec, call.masks
     T, H = call.q.shape[1], call.q.shape[3]
     S, V = call.k.shape[1], call.v.shape[3]
@@ -23,6 +24,7 @@ def unsupported(call: AttentionCall) -> str | None:
     window = spec.left is not None or spec.right is not None
     reasons = (
         (capability is None, "it needs an NVIDIA GPU"),
+        (facts.is_absent, "XLA plans its scratch memory only on a machine with the GPU"),
         (capability is not None and capability < (8, 0), "it needs compute capability 8.0"),
         (call.q.dtype not in (jnp.bfloat16, jnp.float16), f"it does not take {call.q.dtype}"),
         (H != V, f"JAX gives it one head width for key and value, not {H} and {V}"),

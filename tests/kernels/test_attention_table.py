@@ -11,6 +11,7 @@ import pytest
 from experiments.bench.kernels import attention, attention_table
 from experiments.bench.tuned_table import load, save
 from pallas_kernels.common import device, tables
+from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.flash_attention import dispatch
 from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks
 
@@ -41,13 +42,13 @@ def result():
     return {"environment": environment, "rows": rows, "failures": []}
 
 
-def chosen(case, *, gradient=True):
+def chosen(case, *, gradient=True, facts=device.H200, implementation="auto"):
     q, k, v, _ = jax.eval_shape(case.arrays)
     ids: Any = jax.ShapeDtypeStruct((case.B, case.T), "int32") if case.packed else None
     masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
     call = AttentionCall(spec=case.spec, masks=masks, q=q, k=k, v=v, return_residual=False)
-    with device.compiling_for(device.H200):
-        return dispatch.choose("auto", call, gradient=gradient)
+    with device.compiling_for(facts):
+        return dispatch.choose(implementation, call, gradient=gradient)
 
 
 def test_auto_follows_the_table(result, tmp_path, monkeypatch):
@@ -69,6 +70,14 @@ def test_auto_follows_the_table(result, tmp_path, monkeypatch):
     assert chosen(CASE) == "hopper"
     assert chosen(CASE, gradient=False) == "cudnn"
     tables.read.cache_clear()
+
+
+def test_cudnn_is_only_for_a_gpu_that_is_there():
+    absent = dataclasses.replace(device.H200, is_absent=True)
+    assert chosen(CASE, implementation="cudnn") == "cudnn"
+    assert chosen(CASE, facts=absent) == "hopper"
+    with pytest.raises(UnsupportedError, match="only on a machine with the GPU"):
+        chosen(CASE, facts=absent, implementation="cudnn")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """A second engine compiles nothing; a damaged, missing or foreign program is compiled again."""
 
+import argparse
 import dataclasses
 import itertools
 import subprocess
@@ -11,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfra.errors import DeviceMemoryError
+from jaxinfra.cli import compile as compile_programs
+from jaxinfra.errors import DeviceMemoryError, UnsupportedError
+from jaxinfra.planning import receipt
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.fit import device_bytes, temporary_bytes
 from jaxinfra.serving.engine.plan import SchedulerLimits
@@ -77,6 +80,22 @@ def test_a_name_follows_from_flags_but_not_from_what_importing_mosaic_sets(monke
     assert program_name(DEVICES, "a") == name
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     assert program_name(DEVICES, "a") != name
+
+
+def test_a_name_is_that_of_an_absent_device_too():
+    here = "NamedSharding(mesh=Mesh('fsdp': 1), spec=P(), memory_kind=device)"
+    assert described(here) == "NamedSharding(mesh=Mesh('fsdp': 1), spec=P())"
+    assert "host" in described(here.replace("=device", "=pinned_host"))
+
+
+def test_programs_for_an_absent_gpu_need_its_plugin(monkeypatch, tmp_path):
+    monkeypatch.setattr(receipt, "_PLUGINS", ())
+    parser = argparse.ArgumentParser()
+    compile_programs.add_arguments(parser)
+    with pytest.raises(UnsupportedError, match=r"install jaxinfra\[cuda\]"):
+        compile_programs.run(parser.parse_args([str(tmp_path), "--device", "h200"]))
+    with pytest.raises(UnsupportedError, match="chips described here are h100, h200"):
+        compile_programs.run(parser.parse_args([str(tmp_path), "--device", "a100"]))
 
 
 def test_a_damaged_file_is_compiled_again_and_said(tmp_path, caplog):

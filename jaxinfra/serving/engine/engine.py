@@ -156,7 +156,7 @@ class Engine:
             requests choose one by name.
         num_free_adapters: further adapters that the bank has room for.
         store: where compiled programs are kept; None: nowhere.
-        limit_bytes: bytes that JAX may allocate on the device; None: what the device says.
+        limit_bytes: bytes that JAX may allocate on an absent device; None: as this one says.
     """
 
     def __init__(
@@ -225,6 +225,7 @@ class Engine:
         draft: LoadedModel | None = None,
         bank: AdapterBank | None = None,
         consumes: bool = False,
+        limit_bytes: int | None = None,
     ) -> Self:
         """Makes an engine of a loaded model and its tokenizer, with weights in the fastest form.
 
@@ -232,6 +233,7 @@ class Engine:
             consumes: free the given models' weights once the engine has its own form, so that none
                 is held twice.
             bank: adapters that requests may name; projections are then not packed.
+            limit_bytes: bytes that JAX may allocate on an absent device; None: as this one says.
         """
         if draft is not None or options is None or not options.num_drafts:
             model = model.without_mtp()
@@ -244,6 +246,7 @@ class Engine:
             options=options,
             draft=None if draft is None else draft.serving_decoder(consumes=consumes),
             store=model.store,
+            limit_bytes=limit_bytes,
         )
 
     def attach(self, model: LoadedModel, draft: LoadedModel | None = None) -> None:
