@@ -177,7 +177,8 @@ def scope_of(op_name: str) -> str:
 _COLLECTIVE = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?!.*fusion)"
 _KINDS = (
     # What is fused behind one, and named after it, computes.
-    ("collective", rf"nccl|{_COLLECTIVE}"),
+    # XLA's permutes by copies between GPUs are the only ones from peer to peer.
+    ("collective", rf"nccl|memcpyp2p|{_COLLECTIVE}"),
     ("copy", r"memcpy|memset|dynamic_update_slice|copy"),
     ("matmul", r"nvjet|gemm|cutlass|xmma|cublas"),
     ("attention", r"fmha|sdpa|flash"),
@@ -252,7 +253,8 @@ class CollectiveAxes:
         if axes := self._by_name.get(event.hlo_op) or self._by_name.get(event.started_by):
             return axes
         found = _KIND.search(event.hlo_op.replace("_", "-"))
-        kind = found[0] if found else ""
+        is_copy = event.kernel == "MemcpyP2P"  # which names no permute
+        kind = found[0] if found else "collective-permute" if is_copy else ""
         if axes := self._by_place.get((kind, event.op_name)):
             return axes
         return self._by_kind.get(kind, UNKNOWN)  # where all of a kind go over the same

@@ -73,6 +73,8 @@ class GatheredWeight:
 
     share: Float[Array, "..."]  # this device's shard; receives the gradient
     value: Float[Array, "..."]  # the whole weight in the compute dtype; receives no gradient
+    # Where gradients of N devices are summed by copies, this receives the gradient, of each apart.
+    by_device: Float[Array, "N ..."] | None = None
 
 
 class Gather(Protocol):
@@ -241,16 +243,23 @@ def share_and_value(weight: jax.Array | GatheredWeight) -> tuple[jax.Array, jax.
     Of an array both are the parameter, which the backward pass then keeps without a copy.
     """
     if isinstance(weight, GatheredWeight):
-        return weight.share, weight.value
+        share = weight.share if weight.by_device is None else weight.by_device
+        return share, weight.value
     return weight, weight
 
 
 def weight_gradient(
     spec: str, x: jax.Array, cotangent: jax.Array, share: jax.Array, recipe: Recipe
 ) -> jax.Array:
-    """Computes the gradient of the weight of ``einsum(spec, x, weight)``, in ``share``'s dtype."""
+    """Computes the gradient of the weight of ``einsum(spec, x, weight)``, in ``share``'s dtype.
+
+    For a share [N, ...] it is [N, ...]: of the batch's N parts apart.
+    """
     operands, out_dims = spec.split("->")
     x_dims, weight_dims = operands.split(",")
+    if share.ndim > len(weight_dims):
+        x, cotangent = (each.reshape(len(share), -1, *each.shape[1:]) for each in (x, cotangent))
+        x_dims, out_dims, weight_dims = (f"Z{dims}" for dims in (x_dims, out_dims, weight_dims))
     handed_on = share.dtype if recipe.gradient is None else recipe.gradient
     held = x.astype(recipe.compute), cotangent.astype(recipe.compute)
     gradient = pinned_einsum(f"{x_dims},{out_dims}->{weight_dims}", *held, result=handed_on)

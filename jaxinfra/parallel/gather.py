@@ -2,18 +2,21 @@
 
 The compiler would gather a projection's weight before its matmul, save only the device's shard for
 the backward pass, and gather again there. Here the gathered weight is a named value, which a remat
-policy keeps (``ops.multiply.GATHERED``).
+policy keeps (``ops.multiply.GATHERED``). Between two GPUs of a process, weights and gradients are
+sent by copies (``parallel.copies``).
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.axes import Dims
 from jaxinfra.ops.multiply import GatheredWeight
+from jaxinfra.parallel.copies import copying_axis, gather_by_copies, scatter_sum_by_copies
 from jaxinfra.parallel.place import Placement
 
 
@@ -30,9 +33,17 @@ class WeightAllGather:
         whole = self.placement.sharding(dims, self.placement.rules.used)
         held = jax.lax.stop_gradient(weight).astype(self.compute)
         rounded = jax.lax.with_sharding_constraint(held, share)
+        axis = copying_axis(self.placement)
+        if axis is None or axis not in share.spec:
+            return GatheredWeight(
+                share=_gradient_as_stored(weight, share),
+                value=jax.lax.with_sharding_constraint(rounded, whole),
+            )
+        copies = Copies(placement=self.placement, axis=axis, dim=share.spec.index(axis))
         return GatheredWeight(
             share=_gradient_as_stored(weight, share),
-            value=jax.lax.with_sharding_constraint(rounded, whole),
+            value=copies.gather(rounded),
+            by_device=copies.of_each_device(weight),
         )
 
     def whole(self, vector: jax.Array, dims: Dims) -> jax.Array:
@@ -43,6 +54,53 @@ class WeightAllGather:
         """
         whole = self.placement.sharding(dims, self.placement.rules.used)
         return jax.lax.with_sharding_constraint(vector, whole)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Copies:
+    """Gathering of a weight over the only mesh axis by copies, and the sum of its gradients."""
+
+    placement: Placement
+    axis: str
+    dim: int  # of the weight, which the axis shards
+
+    def gather(self, weight: jax.Array) -> jax.Array:
+        """Gathers a weight; it has no gradient."""
+        gather = functools.partial(gather_by_copies, axis=self.axis, dim=self.dim)
+        return self.placement.on_each_device(
+            gather, in_specs=(self._share,), out_specs=PartitionSpec(), check_vma=False
+        )(weight)
+
+    def of_each_device(self, weight: jax.Array) -> jax.Array:
+        """Returns [N, ...] with a copy of the weight for each device, whose gradients are summed.
+
+        Only its gradient is used: that of each device's own tokens, which the compiler would sum
+        before anything else could.
+        """
+        count, around = self.placement.mesh.size, (None,) * weight.ndim
+
+        @jax.custom_vjp
+        def spread(weight: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(weight, (count, *weight.shape))
+
+        def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+            def total(of_device: jax.Array) -> jax.Array:
+                return scatter_sum_by_copies(of_device[0], self.axis, dim=self.dim)
+
+            summed = self.placement.on_each_device(
+                total,
+                in_specs=(PartitionSpec(self.axis, *around),),
+                out_specs=self._share,
+                check_vma=False,
+            )(gradient)
+            return (with_layout_constraint(summed, Layout(tuple(range(summed.ndim)))),)
+
+        spread.defvjp(lambda weight: (spread(weight), None), backward)
+        return spread(weight)
+
+    @property
+    def _share(self) -> PartitionSpec:
+        return PartitionSpec(*(None,) * self.dim, self.axis)
 
 
 def _gradient_as_stored(weight: jax.Array, share: NamedSharding) -> jax.Array:

@@ -10,6 +10,7 @@ Dims: B batch, T position, D model width, V vocabulary; lower case of one device
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from jaxinfra.ops.cross_entropy import (
     linear_cross_entropy,
 )
 from jaxinfra.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from jaxinfra.parallel.copies import copying_axis, gather_by_copies, scatter_sum_by_copies
 from jaxinfra.parallel.place import Placement
 
 
@@ -92,20 +94,28 @@ def shards_by_tokens(placement: Placement, hidden_BTD: jax.Array, *, num_ids: in
     return placement.mesh.size > 1 and kernel_on_one_device(hidden_BTD, num_ids=rows)
 
 
-def _gather_table(by_width: tuple[str, ...], policy: Policy) -> Callable[[jax.Array], jax.Array]:
+def _gather_table(
+    by_width: tuple[str, ...], policy: Policy, copied_over: str | None
+) -> Callable[[jax.Array], jax.Array]:
     """Makes the gathering of a table [V, d] along its width, whose gradient is reduce-scattered."""
+    if copied_over is not None:
+        gather = functools.partial(gather_by_copies, axis=copied_over)
+        scatter_sum = functools.partial(scatter_sum_by_copies, axis=copied_over)
+    else:
+        gather = functools.partial(all_gather, axis=by_width)
+        scatter_sum = functools.partial(reduce_scatter, axis=by_width)
 
     @jax.custom_vjp
     def gathered(table_Vd: jax.Array) -> jax.Array:
         rounded = table_Vd.astype(policy.compute)
-        whole = all_gather(rounded, by_width, dim=1) if by_width else rounded
+        whole = gather(rounded, dim=1) if by_width else rounded
         return whole.astype(table_Vd.dtype)
 
     def scattered(_: None, d_VD: jax.Array) -> tuple[jax.Array]:
         handed_on = d_VD if policy.gradient is None else d_VD.astype(policy.gradient)
         if not by_width:
             return (handed_on.astype(d_VD.dtype),)
-        d_Vd = reduce_scatter(handed_on, by_width, dim=1)
+        d_Vd = scatter_sum(handed_on, dim=1)
         # In the table's layout: else its width comes outermost, and the optimizer would transpose
         # all to match.
         return (with_layout_constraint(d_Vd, Layout((0, 1))).astype(d_VD.dtype),)
@@ -135,7 +145,7 @@ def cross_entropy_of_token_shards(
     tokens, by_width = (BATCH, SEQUENCE), placement.gathered_axes(EMBED)
     by_vocabulary = placement.axes(VOCAB)
     over = placement.axes(BATCH) + placement.axes(SEQUENCE) + by_vocabulary
-    gathered = _gather_table(by_width, policy)
+    gathered = _gather_table(by_width, policy, copying_axis(placement))
 
     def local(hidden_btD, table_Vd, targets_bt, weights_bt) -> tuple[jax.Array, ...]:
         sums = linear_cross_entropy(

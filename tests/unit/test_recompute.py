@@ -150,6 +150,22 @@ def test_messages_are_large_on_gpu_meshes_without_a_loop(mesh, unroll, large):
     assert "xla_gpu_enable_command_buffer" not in on_gpu(config)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "copied"),
+    [
+        (MeshConfig(fsdp=2), True),
+        (MeshConfig(fsdp=2, expert=2), False),
+        (MeshConfig(fsdp=2, tensor=2), False),
+        (MeshConfig(fsdp=4), False),
+        (MeshConfig(replica=2), False),
+    ],
+)
+def test_two_gpus_send_permutes_by_copies(mesh, copied):
+    options = on_gpu(dataclasses.replace(small_run(unroll=1), mesh=mesh))
+    mode = options.get("xla_gpu_collective_permute_mode")
+    assert mode == ("COLLECTIVES_PEER_MEMORY" if copied else None)
+
+
 def test_named_options_win_over_defaults():
     name = "xla_gpu_all_gather_combine_threshold_bytes"
     config = dataclasses.replace(

@@ -109,6 +109,8 @@ def test_axes_are_by_name_then_by_place_then_by_kind():
     assert CollectiveAxes([*PROGRAM, SCATTER, other]).of(nowhere) == UNKNOWN
     placed = event(("nccl", "reduce-scatter.7.1", other["scope"]), 0, 1)
     assert CollectiveAxes([*PROGRAM, SCATTER, other]).of(placed) == "tensor"
+    permute = {**SCATTER, "kind": "collective-permute"}
+    assert CollectiveAxes([*PROGRAM, permute]).of(event(("MemcpyP2P", "", ""), 0, 1)) == "fsdp"
 
 
 def test_picture(tmp_path):
@@ -134,6 +136,7 @@ def test_picture(tmp_path):
         (COPY, "copy"),
         (REDUCE, "collective"),
         (("MemcpyP2P", "all-gather.30.1", ""), "collective"),
+        (("MemcpyP2P", "", ""), "collective"),
         (("all_reduce_4_0_fusion_1", "all-reduce.4.0-fusion.1", ""), "reduction"),
     ],
 )

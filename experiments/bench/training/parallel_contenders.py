@@ -34,16 +34,15 @@ from jaxinfra.config.presets import runs
 from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.training.job import Job, make_job
-from jaxinfra.training.xla_options import Options, parse_options
+from jaxinfra.training.xla_options import LARGE_MESSAGES, PEER_COPIES, Options, parse_options
 
 OPTIONS: dict[str, Options] = {
     # XLA's own shortcut: among others it starts a loop's collectives one round ahead.
     "O1": {"optimization_level": "O1"},
     # Messages of a layer's weights and a layer's gradients.
-    "near": {
-        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
-    },
+    "near": LARGE_MESSAGES,
+    # Between two GPUs, permutes of them by DMA engines.
+    "copies": PEER_COPIES,
 }
 
 

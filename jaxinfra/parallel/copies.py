@@ -1,0 +1,72 @@
+"""Weights gathered and gradients summed by copies between the memories of a process' two GPUs.
+
+NCCL's kernels occupy SMs that a matmul beside them would use. A copy from one GPU's memory to
+another's is made by DMA engines, and occupies none. XLA sends a collective-permute by such a copy
+under ``PEER_COPIES``. So an all-gather is written here as permutes, a reduce-scatter as permutes
+and sums. They send as many bytes as NCCL's.
+"""
+
+import jax
+from jax.sharding import Mesh
+
+from jaxinfra.axes import MeshAxis
+from jaxinfra.parallel.collectives import num_devices, rank
+from jaxinfra.parallel.place import Placement
+
+
+def copying_axis(placement: Placement) -> str | None:
+    """Returns the mesh axis over which a step sends by copies, if there is one.
+
+    It is ``fsdp`` of two GPUs of this process, without any other axis. More GPUs were not measured.
+    """
+    mesh, axis = placement.mesh, MeshAxis.FSDP
+    if not isinstance(mesh, Mesh) or mesh.size != 2 or mesh.shape[axis] != 2:
+        return None
+    return axis if _are_gpus_here(mesh) else None
+
+
+def _are_gpus_here(mesh: Mesh) -> bool:
+    here = jax.local_devices()
+    return all(each in here and each.platform == "gpu" for each in mesh.devices.flat)
+
+
+def gather_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+    """Gathers all devices' blocks side by side along ``dim``. Sends D (N-1), inside ``shard_map``.
+
+    Args:
+        x: this device's block, of any shape and dtype, of D bytes.
+    """
+    count, me, size = num_devices(axis), rank(axis), x.shape[dim]
+    whole = jax.lax.empty((*x.shape[:dim], count * size, *x.shape[dim + 1 :]), x.dtype)
+    for step in range(count):
+        block = _shifted(x, axis, step)
+        start = (me - step) % count * size
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, block, start, dim)
+    return whole
+
+
+def scatter_sum_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+    """Sums over devices; device i gets the i-th of N parts along ``dim``. Sends D (N-1)/N.
+
+    Each device sums in the order of the ring, from its own part on.
+
+    Args:
+        x: this device's summand, of any shape and dtype, of D bytes; inside ``shard_map``.
+    """
+    count, me, size = num_devices(axis), rank(axis), x.shape[dim] // num_devices(axis)
+
+    def part(step: int) -> jax.Array:
+        start = (me + step) % count * size
+        return _shifted(jax.lax.dynamic_slice_in_dim(x, start, size, dim), axis, step)
+
+    total = part(0)
+    for step in range(1, count):
+        total += part(step)
+    return total
+
+
+def _shifted(x: jax.Array, axis: str, step: int) -> jax.Array:
+    """The array of the device ``step`` places before this one in the ring."""
+    count = num_devices(axis)
+    pairs = [(source, (source + step) % count) for source in range(count)]
+    return x if step == 0 else jax.lax.ppermute(x, axis, pairs)
