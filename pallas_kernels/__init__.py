@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from .paged_attention import append_to_pages as append_to_pages
     from .paged_attention import paged_attention as paged_attention
     from .quantized_weight import QuantizedWeight as QuantizedWeight
+    from .row_sums import open_mailbox as open_mailbox
+    from .row_sums import sum_rows as sum_rows
     from .softmax import log_softmax as log_softmax
     from .softmax import logsumexp as logsumexp
     from .softmax import softmax as softmax
@@ -77,6 +79,7 @@ _PUBLIC = {
     "ordered_matmul": ("ordered_matmul",),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantized_weight": ("QuantizedWeight",),
+    "row_sums": ("open_mailbox", "sum_rows"),
     "softmax": ("log_softmax", "logsumexp", "softmax"),
 }
 """Names of functions by the module that has them."""

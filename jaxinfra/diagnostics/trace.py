@@ -187,6 +187,7 @@ _KINDS = (
 _MOSAIC = "_mosaic_gpu"
 _MOSAIC_KINDS = (
     # As ``pallas_kernels`` names its own.
+    ("collective", r"sum_rows|open_mailbox"),
     ("matmul", r"matmul|cross_entropy|decode_layers"),
     ("attention", r"attention|append_heads"),
     ("reduction", r"softmax|norm"),

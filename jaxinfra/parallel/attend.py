@@ -18,7 +18,7 @@ from jaxinfra import axes
 from jaxinfra.axes import MeshAxis
 from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
 from jaxinfra.ops.cached_attention import Pages
-from jaxinfra.ops.decode_layers import DecodedLayers, LayerWeights, decode_layers
+from jaxinfra.ops.decode_layers import DecodedLayers, LayerWeights, decode_layers, decode_rows
 from jaxinfra.ops.key_choice import KeyIndex
 from jaxinfra.parallel.place import Placement
 
@@ -161,10 +161,11 @@ class ShardedDecodeLayers:
 
         def local(x, layers, arrays, tables, positions, rope) -> DecodedLayers:
             pages_of_device = dataclasses.replace(pages, arrays=arrays, tables_BM=tables)
-            found = decode_layers(
-                x, layers, pages_of_device, config=config, positions_BT=positions, rope=rope,
-                axis=MeshAxis.TENSOR,
-            )  # fmt: skip
+            given = (x, layers, pages_of_device)
+            how: dict[str, Any] = dict(
+                config=config, positions_BT=positions, rope=rope, axis=MeshAxis.TENSOR
+            )
+            found = decode_layers(*given, **how) or decode_rows(*given, **how)
             taken.append(found is not None)
             return found or (x, arrays)
 

@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
+from pallas_kernels.hopper.arrivals import NOT_YET, again
 from pallas_kernels.hopper.grid import meet_in_block
-from pallas_kernels.hopper.mosaic import arith, llvm, mgpu_utils, plgpu
+from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.threads import (
     Address,
     address,
@@ -29,10 +30,6 @@ from pallas_kernels.hopper.threads import (
 
 from .config import THREADS, WIDTH, WorkSplit
 from .per_thread import each_thread, thread_anew
-
-NOT_YET = -1
-"""Bits of a sum that has not arrived: a NaN that no addition returns."""
-_MOST_LOADS = 25_000_000  # of 0.7 us each: without a GPU's sums the launch fails after 20 s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +102,7 @@ def wait_for_units(parts: Any, split: WorkSplit) -> None:
     load = "ld.relaxed.sys.global.b32 $0, [$1];"
     found = [assembly(i32(), [place], load, "=r,l", pure=False) for place in places]
     for word, place in zip(found, places, strict=True):
-        _again([word], place)
+        again([word], place)
     meet_in_block(THREADS)
 
 
@@ -117,28 +114,5 @@ def arrived(quad: list[Any], place: Any) -> list[Any]:
     Args:
         quad: four fp32 numbers that were loaded from there.
     """
-    found = _again([arith.bitcast(i32(), x) for x in quad], place)
+    found = again([arith.bitcast(i32(), x) for x in quad], place)
     return [arith.bitcast(ir.F32Type.get(), word) for word in found]
-
-
-def _again(words: list[Any], place: Any) -> list[Any]:
-    """Returns one or four words, loaded again until none is ``NOT_YET``."""
-    count = len(words)
-    copied = [f"mov.b32 ${i}, ${count + 1 + i};" for i in range(count)]
-    seen = [f"setp.eq.or.u32 late, ${i}, {NOT_YET}, late;" for i in range(1, count)]
-    load = (
-        "ld.relaxed.sys.global.b32 $0"
-        if count == 1
-        else ("ld.relaxed.sys.global.v4.b32 {$0,$1,$2,$3}")
-    )
-    lines = [
-        "{", ".reg .pred late;", ".reg .pred over;", ".reg .b32 left;", *copied,
-        f"mov.u32 left, {_MOST_LOADS};", "AGAIN:", f"setp.eq.u32 late, $0, {NOT_YET};", *seen,
-        "@!late bra DONE;", "sub.u32 left, left, 1;", "setp.eq.u32 over, left, 0;", "@over trap;",
-        f"{load}, [${count}];", "bra AGAIN;", "DONE:", "}",
-    ]  # fmt: skip
-    kinds = ",".join(["=r"] * count + ["l"] + ["r"] * count + ["~{memory}"])
-    single = count == 1
-    kind = i32() if single else llvm.StructType.get_literal([i32()] * count)
-    found = assembly(kind, [place, *words], "\n".join(lines), kinds, pure=False)
-    return [found] if single else [llvm.extractvalue(i32(), found, [i]) for i in range(count)]

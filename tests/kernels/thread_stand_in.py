@@ -23,14 +23,15 @@ from pallas_kernels.decode_layer import (
     per_thread,
     stream,
 )
-from pallas_kernels.hopper import cluster_sums, grid, resident_rows, slots, threads
+from pallas_kernels.hopper import arrivals, cluster_sums, grid, resident_rows, slots, threads
 from pallas_kernels.hopper.machine import WARPGROUP
+from pallas_kernels.row_sums import hopper as row_sums
 
 _BLOCK = 1 << 24  # bytes of addresses that a block of a cluster has
 _I32, _F32, _F64 = np.uint32, np.float32, np.float64
 _MODULES = (
     threads, resident_rows, cluster_sums, grid, slots,
-    attention, attention_threads, inputs, per_thread, stream,
+    attention, attention_threads, inputs, per_thread, stream, arrivals, row_sums,
 )  # fmt: skip
 """Whose instructions these threads execute."""
 
@@ -51,9 +52,16 @@ class Warpgroup:
         self.used = 1024
         self.rank, self.mask = 0, np.ones(count, bool)
         self.asm: list[tuple[str, Callable[..., Any]]] = [
-            (r"ld\.(?:global\.nc|shared|relaxed\.gpu\.global)\.v\d", self._load_several),
+            (r"ld\.(?:global\.nc|shared|relaxed\.(?:gpu|sys)\.global)\.v\d", self._load_several),
             (r"ld\.shared\.f32", lambda place, _: self._load(place, _F32)),
-            (r"st\.(?:shared|global)\.(?:v\d\.)?(?:b32|f32)", self._store_words),
+            (
+                r"st\.(?:shared|global|relaxed\.sys\.global)\.(?:v\d\.)?(?:b32|f32)",
+                self._store_words,
+            ),
+            (r"ld\.global\.nc\.b64", lambda place, _: self._load(place, np.int64)),
+            (r"trap", lambda _: self._fail()),
+            # Words of other GPUs are there when a thread loads them.
+            (r"\{\n\.reg \.pred late", lambda _, *rest: self._arrived(rest[:-1])),
             (r"bar\.(?:warp\.)?sync", lambda _: None),
             (r"mov\.u32 \$0, %tid\.x", lambda _: np.arange(self.count)),
             (r"ld\.global\.nc\.b32", lambda place, _: self._load(place, np.int32)),
@@ -68,6 +76,7 @@ class Warpgroup:
             (r"rsqrt", lambda x, _: 1 / np.sqrt(x)),
             (r"ex2", lambda x, _: np.exp2(x)),
             (r"div\.approx", lambda a, b, _: a / b),
+            (r"cvt\.f32\.f16", lambda x, _: x.astype(np.uint16).view(np.float16).astype(_F32)),
             (r"cvt\.rn\.(?:bf16|f16)x2", self._pack),
         ]
 
@@ -121,6 +130,13 @@ class Warpgroup:
         halves = [np.asarray(x, _F32).astype(self.dtype).view(np.uint16) for x in (low, high)]
         return halves[0].astype(_I32) | halves[1].astype(_I32) << 16
 
+    def _fail(self) -> None:
+        assert not self.mask.any(), "the launch fails"
+
+    def _arrived(self, words: tuple[Any, ...]) -> list[Any]:
+        assert all((np.asarray(word, _I32) != _I32(2**32 - 1)).all() for word in words), "late"
+        return list(words)
+
     def inline_asm(self, result: Any, operands: list[Any], text: str, *_: Any, **__: Any) -> Any:
         """One instruction."""
         del result
@@ -154,6 +170,9 @@ class Warpgroup:
         def bitcast(_: Any, x: Any) -> np.ndarray:
             return np.broadcast_to(np.asarray(x).astype(_I32), self.count).copy().view(_F32)
 
+        def unlike(a: Any, b: Any) -> np.ndarray:
+            return np.asarray(a, np.int64).astype(_I32) != np.asarray(b, np.int64).astype(_I32)
+
         arith = types.SimpleNamespace(
             addi=integer(np.add), muli=integer(np.multiply), divui=integer(np.floor_divide),
             remui=integer(np.remainder), andi=integer(np.bitwise_and), xori=integer(np.bitwise_xor),
@@ -168,7 +187,7 @@ class Warpgroup:
             addf=lambda a, b: np.add(a, b, dtype=_F32),
             mulf=lambda a, b: np.multiply(a, b, dtype=_F32),
             CmpIPredicate=types.SimpleNamespace(
-                ult=np.less, eq=np.equal, sge=np.greater_equal
+                ult=np.less, eq=np.equal, sge=np.greater_equal, ne=unlike
             ),
             cmpi=lambda predicate, a, b: predicate(a, b),
         )  # fmt: skip

@@ -67,9 +67,9 @@ def config(model_dim: int = 512) -> ModelConfig:
 
 
 def traced_step(
-    weights: str, sizes: ModelConfig, mesh: MeshConfig | None = None
+    weights: str, sizes: ModelConfig, mesh: MeshConfig | None = None, *, batch: int = 1
 ) -> jax.extend.core.Jaxpr:
-    """A step of one row in the midst of generation."""
+    """A step of so many rows in the midst of generation."""
     policy = stored_as_computed(POLICIES[PolicyName.BF16])
     placement = None if mesh is None else serving_placement(sizes, mesh)
     definition = define_model(sizes, execution_on(placement, policy=policy))
@@ -79,7 +79,7 @@ def traced_step(
     drawn = jax.eval_shape(
         lambda key: serving_parameters(form, made(definition.initialize(key))), jax.random.key(0)
     )
-    return traced(form, drawn, batch=1, length=1)
+    return traced(form, drawn, batch=batch, length=1)
 
 
 def traced(
@@ -160,6 +160,32 @@ def test_whole_layers_are_taken_where_they_were_measured(options, is_whole):
         return len([e for e in operations(step) if e.primitive.name == "mpmd_map"])
 
     assert (kernels(**options) == 1) == is_whole
+
+
+@pytest.mark.quick_cases("options0-True", "options1-False")
+@pytest.mark.parametrize(
+    ("options", "is_in_one_hop"),
+    [
+        ({}, True),
+        ({"kind": "NVIDIA GH200 480GB"}, False),  # nobody timed it there
+        ({"width": 1536}, False),  # no multiple of what a warpgroup takes
+        ({"mesh": MeshConfig(tensor=2, fsdp=2)}, False),  # peers are all devices of the mesh
+        ({"mesh": MeshConfig(tensor=4)}, False),  # nobody timed it there
+        ({"batch": 300}, False),
+        ({"weights": "int4 g128"}, False),
+    ],
+)
+def test_rows_of_several_sequences_are_added_in_one_hop(options, is_in_one_hop):
+    given = {"kind": H200.kind, "width": 2048, "mesh": MeshConfig(tensor=2), "batch": 4} | options
+    with compiling_for(dataclasses.replace(H200, kind=given["kind"])):
+        weights = given.get("weights", "bf16")
+        step = traced_step(weights, config(given["width"]), given["mesh"], batch=given["batch"])
+    found = [*operations(step)]
+    kernels = [e.params["name"] for e in found if e.primitive.name == "mpmd_map"]
+    assert kernels.count("open_mailbox") == is_in_one_hop
+    assert kernels.count("sum_rows") == 4 * is_in_one_hop, "two in each of two layers"
+    if is_in_one_hop:
+        assert len([e for e in found if "psum" in e.primitive.name]) == 1, "the embedding's"
 
 
 def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():

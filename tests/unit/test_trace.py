@@ -127,6 +127,7 @@ def test_picture(tmp_path):
         (("body_mosaic_gpu_kernel", "x", "jit(f)/jvp(loss)/while/f"), "matmul"),
         (("body_mosaic_gpu_kernel", "x", "jit(f)/jvp(layer)/mlp/experts/body"), "matmul"),
         (("scaled_matmul_mosaic_gpu_kernel", "x", "jit(f)/jvp(layer)/attention/f"), "matmul"),
+        (("sum_rows_mosaic_gpu_kernel", "x", "jit(step)/attention/f"), "collective"),
         (("decode_layers_mosaic_gpu_kernel", "x", "jit(step)/f"), "matmul"),
         (("quantize_both_ways_mosaic_gpu_kernel", "x", "jit(f)/attention/f"), "elementwise"),
         (("rms_norm_gradient_mosaic_gpu_kernel", "x", "jit(f)/layer/f"), "reduction"),
