@@ -4,6 +4,7 @@ Dims: B batch, T position, D model width, R row of a step, H head width.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -128,26 +129,10 @@ def decode_rows(
     def norm(which: RmsNorm, i: int) -> RmsNorm:
         return dataclasses.replace(which, scale=which.scale[i])
 
-    @jax.jit  # traced once for all layers
-    def layer(rows: SummedRows, seen: Pages, weights, norms) -> tuple[SummedRows, Pages] | None:
-        qkv, out, gate_up, down = weights
-        heads_RA = few_rows_matmul(rows.normed, qkv)
-        heads_BTNH = heads_RA.reshape(batch, 1, -1, config.head_dim)
-        appended = append_packed_heads(
-            heads_BTNH, seen, config=config, positions_BT=positions_BT, rope=rope, is_empty=False
-        )
-        if appended is None:
-            return None
-        q_BTNH, arrays = appended
-        seen = dataclasses.replace(seen, arrays=arrays)
-        held = dataclasses.replace(seen, tables_BM=jnp.maximum(jnp.asarray(seen.tables_BM), 0))
-        out_BTNH = cached_attention(q_BTNH, held, config=config, positions_BT=positions_BT)
-        part_RD = few_rows_matmul(out_BTNH.reshape(batch, -1), out)
-        rows = sum_rows(part_RD, rows.x, rows.mailbox, norm=norms[0])
-        hidden_RF = few_rows_matmul(rows.normed, gate_up, swiglu=True)
-        part_RD = few_rows_matmul(hidden_RF, down)
-        return sum_rows(part_RD, rows.x, rows.mailbox, norm=norms[1]), seen
-
+    # Traced once for all layers.
+    layer = jax.jit(
+        functools.partial(_layer_of_rows, config=config, positions_BT=positions_BT, rope=rope)
+    )
     x_RD = x_BTD.reshape(batch, width)
     mailbox = open_mailbox(batch, width, x_RD.dtype, axis=axis, implementation="hopper")
     first_RD = norm(layers.attention_norm, 0)(x_RD)
@@ -159,9 +144,42 @@ def decode_rows(
         done = layer(rows, seen, tuple(weight[i] for weight in plain), norms)
         if done is None:
             return None
-        rows, seen = done
-        arrays = seen.arrays
+        rows, arrays = done
     return rows.x.reshape(x_BTD.shape), arrays
+
+
+def _layer_of_rows(
+    rows: SummedRows,
+    pages: Pages,
+    weights: tuple[jax.Array, ...],
+    norms: tuple[RmsNorm, RmsNorm],
+    *,
+    config: GroupedAttentionConfig,
+    positions_BT: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+) -> tuple[SummedRows, dict[str, jax.Array]] | None:
+    """Computes a layer of this device's heads and columns; None if no kernel appends its heads.
+
+    Args:
+        norms: the norms behind attention and behind the MLP.
+    """
+    qkv, out, gate_up, down = weights
+    batch = len(positions_BT)
+    heads_BTNH = few_rows_matmul(rows.normed, qkv).reshape(batch, 1, -1, config.head_dim)
+    appended = append_packed_heads(
+        heads_BTNH, pages, config=config, positions_BT=positions_BT, rope=rope, is_empty=False
+    )
+    if appended is None:
+        return None
+    q_BTNH, arrays = appended
+    tables_BM = jnp.maximum(jnp.asarray(pages.tables_BM), 0)
+    seen = dataclasses.replace(pages, arrays=arrays, tables_BM=tables_BM)
+    out_BTNH = cached_attention(q_BTNH, seen, config=config, positions_BT=positions_BT)
+    part_RD = few_rows_matmul(out_BTNH.reshape(batch, -1), out)
+    rows = sum_rows(part_RD, rows.x, rows.mailbox, norm=norms[0])
+    hidden_RF = few_rows_matmul(rows.normed, gate_up, swiglu=True)
+    part_RD = few_rows_matmul(hidden_RF, down)
+    return sum_rows(part_RD, rows.x, rows.mailbox, norm=norms[1]), arrays
 
 
 def _pages_of(layer: int, num_layers: int, pages: Pages) -> Pages:

@@ -1,7 +1,7 @@
 """Sums of few rows over the GPUs of a mesh axis, in one hop over NVLink."""
 
 from .api import MOST_ROWS as MOST_ROWS
-from .api import Mailbox as Mailbox
+from .api import RowMailbox as RowMailbox
 from .api import RowSumsImplementation as RowSumsImplementation
 from .api import SummedRows as SummedRows
 from .api import open_mailbox as open_mailbox

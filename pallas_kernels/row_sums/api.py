@@ -24,7 +24,7 @@ MOST_ROWS = 256
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Mailbox:
+class RowMailbox:
     """Memory of this device that the other devices of an axis write rows to, for one program.
 
     Each call of ``sum_rows`` returns the mailbox for the next one.
@@ -44,12 +44,12 @@ class SummedRows(NamedTuple):
     """[R, N]: the residual and all devices' rows."""
     normed: jax.Array
     """[R, N]: x, normalized if there is a norm."""
-    mailbox: Mailbox
+    mailbox: RowMailbox
 
 
 def open_mailbox(
     rows: int, width: int, dtype: jnp.dtype, *, axis: str, implementation: RowSumsImplementation
-) -> Mailbox:
+) -> RowMailbox:
     """Makes a mailbox for the calls of ``sum_rows`` in this program, inside ``shard_map``.
 
     The devices meet at a barrier here, and never in ``sum_rows``. Open one mailbox in a program,
@@ -81,11 +81,11 @@ def open_mailbox(
     words = table = None
     if _kernel_takes(rows, width, jnp.dtype(dtype), axis, implementation):
         words, table = open_hopper(rows, width, jnp.dtype(dtype), axis)
-    return Mailbox(words=words, table=table, after=nothing, axis=axis, slot=0)
+    return RowMailbox(words=words, table=table, after=nothing, axis=axis, slot=0)
 
 
 def sum_rows(
-    partial: jax.Array, residual: jax.Array, mailbox: Mailbox, *, norm: RmsNorm | None = None
+    partial: jax.Array, residual: jax.Array, mailbox: RowMailbox, *, norm: RmsNorm | None = None
 ) -> SummedRows:
     """Adds devices' rows to a residual, and normalizes the sum, inside ``shard_map``.
 

@@ -33,7 +33,7 @@ def test_all_devices_get_the_formula_s_sums_bit_for_bit(devices):
 
 
 @dataclasses.dataclass
-class Gpu:
+class OneGpu:
     """One of two GPUs: a block's threads and memory of both."""
 
     kernel: SumKernel
@@ -66,12 +66,12 @@ class Gpu:
         return [self.threads.read(each, partial.shape, partial.dtype) for each in (x, normed)]
 
 
-def gpus(width: int, dtype, scale: np.ndarray | None, *, slot: int = 1) -> list[Gpu]:
+def gpus(width: int, dtype, scale: np.ndarray | None, *, slot: int = 1) -> list[OneGpu]:
     norm = None
     if scale is not None:
         norm = RmsNorm(scale=jnp.asarray(scale), epsilon=EPSILON, offset=OFFSET)
     kernel = SumKernel(rows=2, width=width, devices=2, slot=slot, dtype=jnp.dtype(dtype), norm=norm)
-    return [Gpu(kernel=kernel, rank=rank) for rank in range(2)]
+    return [OneGpu(kernel=kernel, rank=rank) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
