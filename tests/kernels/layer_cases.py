@@ -153,32 +153,32 @@ class LayerCase:
             """Quantized weights are multiplied with 16 bits."""
             return rows if self.form is None else stored(rows, BF16)
 
-        x, after = _wide(x), (_wide(pages[0]), _wide(pages[1]))
+        x, after = wide(x), (wide(pages[0]), wide(pages[1]))
         for i in range(self.layers):
             w, pools = layers.layer(i), (pages[0][i], pages[1][i])
-            heads = inward(_normed(x, w.attention_norm)) @ _wide(w.qkv)
+            heads = inward(normed(x, w.attention_norm)) @ wide(w.qkv)
             heads = np.reshape(heads, (-1, self.H))
-            attended, new = self._attended(heads, pools, table, rope)
+            attended, new = self.attended(heads, pools, table, rope)
             if sees_nothing:
                 attended = attended * 0.0
             for pool, rows in zip(after, new, strict=True):
                 pool[i, table[(self.length - 1) // self.size], (self.length - 1) % self.size] = rows
-            x = inward(attended) @ _wide(w.out) + x
-            both = inward(_normed(x, w.mlp_norm)) @ _wide(w.gate_up)
+            x = inward(attended) @ wide(w.out) + x
+            both = inward(normed(x, w.mlp_norm)) @ wide(w.gate_up)
             gate, up = both[:, : self.F], both[:, self.F :]
             hidden = gate / (1 + np.exp(-gate)) * up
-            x = inward(hidden) @ _wide(w.down) + x
+            x = inward(hidden) @ wide(w.down) + x
         return x, after
 
-    def _attended(self, heads, pools, table, rope) -> tuple[Rounded, list[Rounded]]:
+    def attended(self, heads, pools, table, rope) -> tuple[Rounded, list[Rounded]]:
         """[1, N H], and the new key and value as pages have them."""
-        half, (cos, sin) = self.H // 2, (_wide(each) for each in rope)
+        half, (cos, sin) = self.H // 2, (wide(each) for each in rope)
         first, second = heads[:, :half], heads[:, half:]
         turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         queries = np.reshape(turned[: self.N], (self.K, self.N // self.K, self.H))
         new = [stored(turned[self.N : self.N + self.K], BF16), stored(heads[-self.K :], BF16)]
         places = self._places(table)
-        old = [_wide(pool[places].reshape(-1, self.K, self.H)) for pool in pools]
+        old = [wide(pool[places].reshape(-1, self.K, self.H)) for pool in pools]
         keys, values = (np.concatenate([o, n[None]], axis=0) for o, n in zip(old, new, strict=True))
         scores = np.einsum("kgh,lkh->kgl", queries, keys) * self.H**-0.5
         powers = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
@@ -224,11 +224,13 @@ def bits(x: Any) -> np.ndarray:
     return np.asarray(x).view(np.uint16)
 
 
-def _wide(x: Any) -> Rounded:
+def wide(x: Any) -> Rounded:
+    """Exact numbers."""
     x = x.dequantize(jnp.float32) if isinstance(x, QuantizedWeight) else x
     return Rounded(np.asarray(x, np.float64))
 
 
-def _normed(x: Rounded, norm: RmsNorm) -> Rounded:
+def normed(x: Rounded, norm: RmsNorm) -> Rounded:
+    """RMSNorm of rows."""
     root = np.sqrt(np.mean(x * x, axis=1, keepdims=True) + norm.epsilon)
-    return x / root * _wide(norm.scale)
+    return x / root * wide(norm.scale)

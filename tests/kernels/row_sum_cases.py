@@ -1,10 +1,11 @@
-"""Chains of ``sum_rows`` in one program, and their meaning in float64.
+"""Chains of ``sum_rows``, and layers with them, in one program, and their meaning in float64.
 
 Dims: D device, C call, R row, N column.
 """
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,9 +14,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxinfra.config.model import GroupedAttentionConfig
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.ops.cached_attention import Pages
+from jaxinfra.ops.decode_layers import decode_rows
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.row_sums import open_mailbox, sum_rows
+from tests.kernels.layer_cases import LayerCase, normed, specs, wide
 from tests.rounding import Rounded, stored
+from tests.tolerance import assert_within_rounding
 
 AXIS, EPSILON, OFFSET = "tensor", 1e-5, 0.25
 
@@ -97,6 +104,91 @@ class RowSumCase:
             root = np.sqrt(np.mean(held * held, axis=-1, keepdims=True) + EPSILON)
             normed.append(held if i + 1 == self.calls else held / root * (scales[i] + OFFSET))
         return tuple(stored(_stacked(each), self.dtype) for each in (sums, normed))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EqualRows:
+    """``decode_rows`` of equal rows, which share pages and write the same token to them."""
+
+    case: LayerCase
+    rows: int
+    finite: bool = False  # slots of no token hold 0, which an attention that masks them needs
+
+    def given(self) -> tuple[Any, ...]:
+        """One row's arguments."""
+        x, layers, pools, *place = self.case.arguments()
+        if self.finite:
+            pools = tuple(np.where(np.isnan(pool), 0, pool).astype(pool.dtype) for pool in pools)
+        return x, layers, pools, *place
+
+    def arguments(self, mesh: Mesh) -> tuple[Any, ...]:
+        """Arguments of ``step`` on the mesh's devices."""
+
+        def repeated(a: Any) -> np.ndarray:
+            return np.repeat(np.asarray(a), self.rows, axis=0)
+
+        x, layers, pools, table, positions, rope = self.given()
+        many = repeated(x), layers, pools, repeated(table), repeated(positions)
+        return self.case.over(mesh, (*many, tuple(map(repeated, rope))))
+
+    def step(self, mesh: Mesh) -> Any:
+        """The stream after the layers, and the pools."""
+        case, num = self.case, mesh.shape[AXIS]
+        config = GroupedAttentionConfig(
+            num_q_heads=case.N // num, num_kv_heads=case.K // num, head_dim=case.H,
+            rope=RopeConfig(theta=1e4),
+        )  # fmt: skip
+
+        def layers(x, layers, pools, tables, positions, rope):
+            arrays = {n: p.reshape(-1, *p.shape[2:]) for n, p in zip("kv", pools, strict=True)}
+            found = decode_rows(
+                x[:, None], layers, Pages(arrays=arrays, tables_BM=tables), config=config,
+                positions_BT=positions[:, None], rope=tuple(each[:, None] for each in rope),
+                axis=AXIS,
+            )  # fmt: skip
+            assert found is not None, "measured"
+            y, after = found
+            return y[:, 0], tuple(
+                after[n].reshape(p.shape) for n, p in zip("kv", pools, strict=True)
+            )
+
+        return jax.shard_map(
+            layers, mesh=mesh, in_specs=specs(AXIS), out_specs=(P(), specs(AXIS)[2]),
+            check_vma=False,
+        )  # fmt: skip
+
+    def assert_right(self, y: jax.Array, pools: Any) -> None:
+        """Asserts that rows have the same bits, those of the formula but for rounding."""
+        np.testing.assert_array_equal(bits(y), np.broadcast_to(bits(y)[:1], y.shape))
+        assert_within_rounding((y[:1], pools), self.exact())
+
+    def exact(self, devices: int = 2) -> tuple[Rounded, tuple[Rounded, Rounded]]:
+        """The stream and the pools by the formula, with every array that is stored in 16 bits."""
+        case, (x, layers, pages, (table,), _, rope) = self.case, self.given()
+        page, slot = divmod(case.length - 1, case.size)
+
+        def held(x: Rounded) -> Rounded:
+            return stored(x, jnp.bfloat16)
+
+        def added(x: Rounded, rows: Rounded, weight: Any) -> Rounded:
+            """x and the devices' products of their columns, which each of them rounds."""
+            bounds = np.linspace(0, rows.shape[1], devices + 1).astype(int)
+            spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+            parts = [held(rows[:, span] @ wide(weight)[span]) for span in spans]
+            return held(x + functools.reduce(np.add, parts))
+
+        x, after = wide(x), (wide(pages[0]), wide(pages[1]))
+        for i in range(case.layers):
+            w, pools = layers.layer(i), (pages[0][i], pages[1][i])
+            heads = held(held(normed(x, w.attention_norm)) @ wide(w.qkv))
+            attended, new = case.attended(np.reshape(heads, (-1, case.H)), pools, table, rope)
+            for pool, rows in zip(after, new, strict=True):
+                pool[i, table[page], slot] = rows
+            x = added(x, held(attended), w.out)
+            both = held(held(normed(x, w.mlp_norm)) @ wide(w.gate_up))
+            gate, up = both[:, : case.F], both[:, case.F :]
+            x = added(x, held(gate / (1 + np.exp(-gate)) * up), w.down)
+        return x, after
 
 
 def _stacked(rows: list[Rounded]) -> Rounded:

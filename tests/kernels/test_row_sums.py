@@ -10,13 +10,24 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxinfra.ops import decode_layers
+from pallas_kernels import append_heads
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.hopper.arrivals import NOT_YET
 from pallas_kernels.row_sums import open_mailbox, refused_rows, sum_rows
 from pallas_kernels.row_sums.hopper import SLOTS, SumKernel
-from tests.kernels.row_sum_cases import AXIS, EPSILON, OFFSET, RowSumCase, bits, mesh_of
+from tests.kernels.layer_cases import LayerCase
+from tests.kernels.row_sum_cases import (
+    AXIS,
+    EPSILON,
+    OFFSET,
+    EqualRows,
+    RowSumCase,
+    bits,
+    mesh_of,
+)
 from tests.kernels.thread_stand_in import Ref, Warpgroup
 from tests.tolerance import assert_within_rounding
 
@@ -136,6 +147,48 @@ def test_a_mailbox_that_was_moved_fails_the_launch():
     gpu.boxes[0] = Ref(gpu.boxes[0].base + 64)
     with pytest.raises(AssertionError, match="the launch fails"):
         gpu.run(rows, rows, None)
+
+
+@pytest.mark.parametrize("fault", [None, "no_residual", "norms_exchanged"])
+def test_layers_of_several_rows_are_the_formula_s(monkeypatch, fault):
+    """The layers around the sums, with the operations of a CPU in place of the kernels."""
+
+    def summed(partial, residual, mailbox, *, norm):
+        residual = jnp.zeros_like(residual) if fault == "no_residual" else residual
+        return sum_rows(partial, residual, mailbox, norm=norm)
+
+    def layer(rows, pages, weights, norms, **options):
+        norms = norms[::-1] if fault == "norms_exchanged" else norms
+        return of_rows(rows, pages, weights, norms, **options)
+
+    def opened(rows, width, dtype, *, axis, implementation):
+        assert implementation == "hopper"
+        return open_mailbox(rows, width, dtype, axis=axis, implementation="reference")
+
+    def appended(heads_BTNH, pages, *, config, positions_BT, rope, is_empty):
+        assert not is_empty
+        pools = pages.arrays["k"], pages.arrays["v"]
+        q, k, v = append_heads(heads_BTNH, *pools, pages.tables_BM, positions_BT, rope)
+        return q, {"k": k, "v": v}
+
+    of_rows = decode_layers._layer_of_rows
+    for name, stand_in in {
+        "MEASURED_ROWS": {device.target().kind: (2,)},
+        "refused_rows": lambda *_, **__: None,
+        "open_mailbox": opened,
+        "sum_rows": summed,
+        "append_packed_heads": appended,
+        "_layer_of_rows": layer,
+    }.items():
+        monkeypatch.setattr(decode_layers, name, stand_in)
+    case = LayerCase(length=70, D=256, N=8, K=4, H=64, F=256, size=16, layers=2)
+    layers, mesh = EqualRows(case=case, rows=3, finite=True), mesh_of(2)
+    found = jax.jit(layers.step(mesh))(*layers.arguments(mesh))
+    if fault is None:
+        layers.assert_right(*found)
+    else:
+        with pytest.raises(AssertionError, match="times its spread"):
+            layers.assert_right(*found)
 
 
 @pytest.mark.parametrize("calls", [1, 4])

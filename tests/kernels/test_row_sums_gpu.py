@@ -4,14 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from jaxinfra.config.model import GroupedAttentionConfig
-from jaxinfra.config.rope import RopeConfig
-from jaxinfra.ops.cached_attention import Pages
-from jaxinfra.ops.decode_layers import decode_rows
-from tests.kernels.layer_cases import LayerCase, specs
-from tests.kernels.row_sum_cases import AXIS, RowSumCase, bits, mesh_of
+from tests.kernels.layer_cases import LayerCase
+from tests.kernels.row_sum_cases import EqualRows, RowSumCase, bits, mesh_of
 from tests.tolerance import assert_within_rounding
 
 pytestmark = [
@@ -63,39 +58,11 @@ def test_a_thousand_runs_have_the_same_bits_wherever_arrays_are(graphs):
 
 @pytest.mark.parametrize("rows", [2, 64])
 def test_layers_of_several_rows_are_right_and_repeat_bit_for_bit(rows):
-    """Equal rows, which share pages and write the same token to them."""
-    case, mesh = LayerCase(length=300, N=32, K=8, H=128, layers=3, F=2048), mesh_of(2)
-    x, layers, pools, table, positions, rope = given = case.arguments()
-    config = GroupedAttentionConfig(
-        num_q_heads=16, num_kv_heads=4, head_dim=128, rope=RopeConfig(theta=1e4)
-    )
-
-    def repeated(a: np.ndarray) -> np.ndarray:
-        return np.repeat(np.asarray(a), rows, axis=0)
-
-    def step(x, layers, pools, tables, positions, rope):
-        arrays = {n: p.reshape(-1, *p.shape[2:]) for n, p in zip("kv", pools, strict=True)}
-        found = decode_rows(
-            x[:, None], layers, Pages(arrays=arrays, tables_BM=tables), config=config,
-            positions_BT=positions[:, None], rope=tuple(each[:, None] for each in rope), axis=AXIS,
-        )  # fmt: skip
-        assert found is not None, "measured"
-        y, arrays = found
-        return y[:, 0], tuple(
-            a.reshape(p.shape) for a, p in zip(arrays.values(), pools, strict=True)
-        )
-
-    run = jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=specs(AXIS), out_specs=(P(), specs(AXIS)[2]), check_vma=False
-        )
-    )
-    many = repeated(x), layers, pools, repeated(table), repeated(positions)
-    spread = case.over(mesh, (*many, tuple(map(repeated, rope))))
-    y, after = first = run(*spread)
-    for row in (0, rows - 1):
-        assert_within_rounding((y[row : row + 1], after), case.exact(given))
-    np.testing.assert_array_equal(bits(y), np.broadcast_to(bits(y)[:1], y.shape))
+    layers = EqualRows(case=LayerCase(length=300, N=32, K=8, H=128, layers=3, F=2048), rows=rows)
+    spread = layers.arguments(mesh_of(2))
+    run = jax.jit(layers.step(mesh_of(2)))
+    first = run(*spread)
+    layers.assert_right(*first)
     for _ in range(50):
         for a, b in zip(jax.tree.leaves(run(*spread)), jax.tree.leaves(first), strict=True):
             np.testing.assert_array_equal(bits(a), bits(b))
