@@ -63,13 +63,12 @@ def execution_on(
 
     Args:
         placement: the mesh and its rules; None for one device, or for shapes without devices.
-        policy: numeric formats.
+        policy, cache_format: numeric formats; storage format of cached keys and values, or latents.
         attention, context_method: attention's implementation, and its method over a context axis.
         keep_gathered: whether to keep all-gathered weights from forward to backward pass.
         exchange: form and buffer sizes of the experts' exchange; by default no token is dropped.
         remat, kept: recomputation policy, and the values that ``remat=chosen`` keeps.
         unroll: number of layers per loop body.
-        cache_format: storage format of cached keys and values, or latents.
         decode_form: settings for serving, without gradients; None: the decoder for training.
 
     Raises:
