@@ -270,7 +270,7 @@ class CompletionForm(AnswerForm):
         *,
         tokenizer: Tokenizer,
         echoes: Sequence[str] | None,
-        silent_ids: Collection[int],
+        silent_ids: Collection[int] = (),
     ):
         super().__init__(model, prompts, body, tokenizer=tokenizer)
         self._echoes, self._silent = echoes, silent_ids
