@@ -39,7 +39,7 @@ class WeightAllGather:
                 share=_gradient_as_stored(weight, share),
                 value=jax.lax.with_sharding_constraint(rounded, whole),
             )
-        copies = Copies(placement=self.placement, axis=axis, dim=share.spec.index(axis))
+        copies = WeightCopies(placement=self.placement, axis=axis, dim=share.spec.index(axis))
         return GatheredWeight(
             share=_gradient_as_stored(weight, share),
             value=copies.gather(rounded),
@@ -57,7 +57,7 @@ class WeightAllGather:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Copies:
+class WeightCopies:
     """Gathering of a weight over the only mesh axis by copies, and the sum of its gradients."""
 
     placement: Placement
