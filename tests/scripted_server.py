@@ -75,7 +75,8 @@ class ScriptedEngine:
             piece = stream.push(token)
             if stream.is_stopped:
                 end = EndReason.STOP
-                listen(place, RequestProgress(0, tokens=(token,), text=piece, end=end))
+                progress = RequestProgress(0, tokens=(token,), text=piece, end=end)
+                listen(place, progress._replace(stop=stream.found))
                 return
             listen(place, RequestProgress(0, tokens=(token,), text=piece))
         end = EndReason.LENGTH if whole != text else EndReason.EOS

@@ -279,6 +279,20 @@ def test_a_message_goes_on_with_the_assistants_last_words(tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("stops", [["b", "d"], ["d"], ["e"]])
+def test_a_message_says_which_sequence_ended_it(stops, tmp_path):
+    async def run():
+        served = ScriptedServer(tmp_path)
+        served.engine.script = ["acde" if "e" not in stops else "acd"]
+        asked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+        async with served.http() as http:
+            return (await http.post("/v1/messages", json=asked | {"stop_sequences": stops})).json()
+
+    answer = asyncio.run(run())
+    told = ("end_turn", None) if "e" in stops else ("stop_sequence", "d")
+    assert (answer["stop_reason"], answer["stop_sequence"]) == told
+
+
 class Forecast(pydantic.BaseModel):
     city: str
     days: int

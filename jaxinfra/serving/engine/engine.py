@@ -533,5 +533,6 @@ class Engine:
             text=text + rest,
             end=end,
             error=error,
+            stop=None if told.text is None else told.text.found,
             num_cached=stream.num_cached,
         )

@@ -109,6 +109,7 @@ class RequestProgress(NamedTuple):
     text: str = ""  # text that is final now; empty if the engine has no tokenizer
     end: EndReason | None = None  # set on the last one
     error: str | None = None  # with EndReason.ERROR
+    stop: str | None = None  # the stop string that ended the text, with EndReason.STOP
     num_cached: int = 0  # tokens of the prompt that were not computed again
     scores: tuple[TokenScore, ...] = ()  # of the tokens, where they were asked for
     prompt_scores: tuple[TokenScore, ...] = ()  # only in the first progress

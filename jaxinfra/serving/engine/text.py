@@ -34,7 +34,12 @@ class TextStream:
         self._stop, self._keeps_stop = tuple(stop), keeps_stop
         self._silent = silent_ids
         self._held = ""
-        self.is_stopped = False
+        self.found: str | None = None  # the stop string that ended the text
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.found is not None
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Adds a token, and returns the text that is now final. A stop string sets ``is_stopped``,
@@ -61,8 +66,8 @@ class TextStream:
         ]
         ends = [each for each in found if each[0] >= 0]
         if ends and may_stop:
-            self.is_stopped, self._held = True, ""
             at, stop = min(ends)
+            self.found, self._held = stop, ""
             return text[: at + len(stop) * self._keeps_stop]
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]

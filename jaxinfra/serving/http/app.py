@@ -224,7 +224,7 @@ def _add_agents(app: fastapi.FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def messages(http: fastapi.Request, body: MessagesBody) -> responses.Response:
         name, turn, requests = await _turn(service, body.generation(), body.hints)
-        return await _answer(service, http, body, MessageForm(name, turn, body), requests)
+        return await _answer(service, http, body, MessageForm(name, turn), requests)
 
     @app.post("/v1/messages/count_tokens")
     async def count(body: ConversationBody) -> dict[str, int]:

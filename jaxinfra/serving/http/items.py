@@ -164,6 +164,7 @@ class ItemsForm:
         self.usage = Usage(prompts=[turn.prompt])
         self.items = AnswerItems(turn)
         self.end: EndReason | None = None
+        self.stop: str | None = None  # the stop string that ended the answer
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON body of the finished answer."""
@@ -193,7 +194,7 @@ class ItemsForm:
     def take(self, progress: RequestProgress) -> list[ItemChange]:
         """Adds a step's progress, and returns what changed."""
         self.usage.count(0, progress)
-        self.end = progress.end
+        self.end, self.stop = progress.end, progress.stop
         finish = None if progress.end is None else FINISH[progress.end]
         return self.items.take(progress.text, finish)
 

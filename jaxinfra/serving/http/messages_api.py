@@ -8,7 +8,6 @@ from typing import Any, Literal, final
 import pydantic
 
 from jaxinfra.errors import DataError
-from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.http.bodies import ChatBody, ClientBody, Setting, chat_body
 from jaxinfra.serving.http.chat import ChatTurn
 from jaxinfra.serving.http.items import AnswerItem, ChangeKind, ItemChange, ItemsForm, named_event
@@ -173,9 +172,8 @@ def _result(content: Any, *, where: str) -> str:
 class MessageForm(ItemsForm):
     """Formats answers of ``/v1/messages``."""
 
-    def __init__(self, model: str, turn: ChatTurn, body: MessagesBody):
+    def __init__(self, model: str, turn: ChatTurn):
         super().__init__(turn)
-        self._stops = body.stop_sequences
         self._head = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -185,15 +183,12 @@ class MessageForm(ItemsForm):
 
     @property
     def _ended(self) -> dict[str, Any]:
-        is_stopped = self.end is EndReason.STOP and bool(self._stops)
-        reason = "stop_sequence" if is_stopped else "end_turn"
         if self.is_cut:
-            reason = "max_tokens"
-        elif self.items.calls:
-            reason, is_stopped = "tool_use", False
-        # Which of several ended the text is not known any more.
-        stop = self._stops[0] if is_stopped and len(self._stops) == 1 else None
-        return {"stop_reason": reason, "stop_sequence": stop}
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if self.items.calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        reason = "end_turn" if self.stop is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": self.stop}
 
     @property
     def _usage(self) -> dict[str, int]:
