@@ -29,6 +29,7 @@ from jaxinfra.model.definition import ModelDefinition, Parameters, define_model,
 from jaxinfra.model.gradients import Gradients
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.numerics.policy import policy_of, stored_as_computed
+from jaxinfra.parallel.copies import copying_axis
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
@@ -329,7 +330,8 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
     shardings = state_shardings(model, optimizer, placement, averages=average is not None)
     gradient = _gradient(config, model, placement)
     on_gpu = jax.default_backend() == "gpu"
-    options = compiler_options(config, on_gpu=on_gpu, traceable=traceable)
+    by_copies = copying_axis(placement) is not None
+    options = compiler_options(config, on_gpu=on_gpu, traceable=traceable, by_copies=by_copies)
     whole, rows, base = placement.replicated, placement.batch, (frozen,) if frozen else ()
 
     def train_step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:

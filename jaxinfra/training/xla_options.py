@@ -28,27 +28,29 @@ LARGE_MESSAGES: Options = {
 # Permutes between GPUs of a process go by DMA engines, and a matmul beside them keeps its SMs
 # (docs/parallelism.md). ``parallel.copies`` sends weights and gradients so.
 PEER_COPIES: Options = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
-"""Options of a step on two GPUs, all of whose weights are sharded over them."""
+"""Options of a step that sends by copies."""
 
 # XLA replays whole stretches of a GPU program as CUDA graphs, and a trace then names the graph
 # where it would name the operation and its scope.
 _TRACEABLE_ON_GPU: Options = {"xla_gpu_enable_command_buffer": ""}
 
 
-def compiler_options(config: RunConfig, *, on_gpu: bool, traceable: bool) -> Options | None:
+def compiler_options(
+    config: RunConfig, *, on_gpu: bool, traceable: bool, by_copies: bool = False
+) -> Options | None:
     """Returns a training step's XLA options: measured defaults, overridden by the config's; None
     for none.
 
     Args:
         traceable: whether a profiler's trace must name every operation, at some cost in launches.
+        by_copies: whether the step sends by ``parallel.copies``.
     """
     options: Options = {}
     if on_gpu:
         unrolled = config.training.unroll >= config.model.num_layers
         if unrolled and config.mesh.num_devices > 1:
             options |= LARGE_MESSAGES
-        if config.mesh.num_devices == config.mesh.fsdp == 2 and config.mesh.expert == 1:
-            options |= PEER_COPIES
+        options |= PEER_COPIES if by_copies else {}
         options |= _TRACEABLE_ON_GPU if traceable else {}
     named = parse_options(config.training.xla_options)
     require_known(named)

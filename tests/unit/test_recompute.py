@@ -130,6 +130,17 @@ def test_options_are_set_from_the_command_line():
     assert parsed == {"xla_gpu_autotune_level": 3}
 
 
+def test_permutes_go_by_dma_engines_where_the_step_sends_by_copies():
+    options = [
+        xla_options.compiler_options(
+            small_run(), on_gpu=on_gpu, traceable=False, by_copies=by_copies
+        )
+        or {}
+        for on_gpu, by_copies in ((True, True), (True, False), (False, True))
+    ]
+    assert ["xla_gpu_collective_permute_mode" in each for each in options] == [True, False, False]
+
+
 def on_gpu(config, *, traceable=False):
     return xla_options.compiler_options(config, on_gpu=True, traceable=traceable) or {}
 
@@ -148,22 +159,6 @@ def test_messages_are_large_on_gpu_meshes_without_a_loop(mesh, unroll, large):
     assert ("xla_gpu_all_gather_combine_threshold_bytes" in options) == large
     assert "xla_gpu_enable_command_buffer" in options
     assert "xla_gpu_enable_command_buffer" not in on_gpu(config)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "copied"),
-    [
-        (MeshConfig(fsdp=2), True),
-        (MeshConfig(fsdp=2, expert=2), False),
-        (MeshConfig(fsdp=2, tensor=2), False),
-        (MeshConfig(fsdp=4), False),
-        (MeshConfig(replica=2), False),
-    ],
-)
-def test_two_gpus_send_permutes_by_copies(mesh, copied):
-    options = on_gpu(dataclasses.replace(small_run(unroll=1), mesh=mesh))
-    mode = options.get("xla_gpu_collective_permute_mode")
-    assert mode == ("COLLECTIVES_PEER_MEMORY" if copied else None)
 
 
 def test_named_options_win_over_defaults():
