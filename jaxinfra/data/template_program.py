@@ -132,7 +132,7 @@ def as_values(message: Any, *, join_parts: bool) -> Any:
     arguments as ``Arguments``.
 
     Args:
-        join_parts: join content in several parts into one text.
+        join_parts: join content in several parts into one text, a line for each.
     """
     if not isinstance(message, dict):
         return message
@@ -140,7 +140,8 @@ def as_values(message: Any, *, join_parts: bool) -> Any:
     if content is None:
         message["content"] = NullContent()
     elif isinstance(content, list) and join_parts:
-        message["content"] = "".join(part["text"] for part in content)
+        # As vLLM joins them: of words that end one part and begin the next, none become one.
+        message["content"] = "\n".join(part["text"] for part in content)
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         holder = call.get("function", call) if isinstance(call, dict) else None

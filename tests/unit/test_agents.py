@@ -293,6 +293,29 @@ def test_a_message_says_which_sequence_ended_it(stops, tmp_path):
     assert (answer["stop_reason"], answer["stop_sequence"]) == told
 
 
+def test_parts_of_a_users_text_are_lines_in_every_api(tmp_path):
+    """Of words that end one part and begin the next, none become one."""
+    texts = ["one", "two"]
+    parts = [{"type": "text", "text": each} for each in texts]
+    user = {"messages": [{"role": "user", "content": parts}]}
+    given = [{"type": "input_text", "text": each} for each in texts]
+    asked = {
+        "/v1/chat/completions": user,
+        "/v1/messages": user | {"max_tokens": 9},
+        "/v1/responses": {"input": [{"role": "user", "content": given}]},
+    }
+
+    async def run():
+        served = ScriptedServer(tmp_path)
+        async with served.http() as http:
+            for path, body in asked.items():
+                served.engine.script = ["so"]
+                await http.post(path, json={"model": "m"} | body)
+        return [served.engine.prompt(number) for number in range(len(asked))]
+
+    assert [each.split('"content": "')[1][:8] for each in asyncio.run(run())] == [r"one\ntwo"] * 3
+
+
 class Forecast(pydantic.BaseModel):
     city: str
     days: int

@@ -151,7 +151,8 @@ def _messages(message: dict[str, Any], *, where: str) -> list[dict[str, Any]]:
                     )
         except KeyError as error:
             raise DataError(f"{where}: a block {kind!r} has no {error}") from error
-    said: dict[str, Any] = {"role": role, "content": "".join(texts) or None}
+    between = "\n" if role == "user" else ""  # as of chat completions; the model's own go on
+    said: dict[str, Any] = {"role": role, "content": between.join(texts) or None}
     said |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
     said |= {"tool_calls": calls} if calls else {}
     is_empty = role == "user" and not texts
@@ -165,7 +166,7 @@ def _result(content: Any, *, where: str) -> str:
     if any(part.get("type") != "text" for part in parts):
         kinds = [part.get("type") for part in parts]
         raise DataError(f"{where} has a tool result of parts {kinds}; text alone is read")
-    return "".join(part["text"] for part in parts)
+    return "\n".join(part["text"] for part in parts)
 
 
 @final

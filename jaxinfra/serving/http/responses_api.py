@@ -172,8 +172,8 @@ def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 _PARTS = ("input_text", "output_text", "text")
 
 
-def _text(content: Any, *, where: str) -> str:
-    """Returns the text of an item's content.
+def _text(content: Any, *, where: str, between: str = "\n") -> str:
+    """Returns the text of an item's content, its parts joined as chat completions' are.
 
     Raises:
         DataError: a part is no text.
@@ -188,7 +188,7 @@ def _text(content: Any, *, where: str) -> str:
         if kind not in _PARTS or not isinstance(part.get("text"), str):
             raise DataError(f"{where} has content of a part {kind!r}; text alone is read")
         texts.append(part["text"])
-    return "".join(texts)
+    return between.join(texts)
 
 
 def _call_id(item: dict[str, Any]) -> str:
@@ -218,7 +218,7 @@ def messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             match item.get("type", "message"):
                 case "message" if item["role"] == "assistant":
-                    message, text = said(), _text(item["content"], where=where)
+                    message, text = said(), _text(item["content"], where=where, between="")
                     message["content"] = (message["content"] or "") + text
                 case "message":
                     role = "system" if item["role"] == "developer" else item["role"]
