@@ -329,9 +329,8 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
     average = config.optimizer.average
     shardings = state_shardings(model, optimizer, placement, averages=average is not None)
     gradient = _gradient(config, model, placement)
-    on_gpu = jax.default_backend() == "gpu"
-    by_copies = copying_axis(placement) is not None
-    options = compiler_options(config, on_gpu=on_gpu, traceable=traceable, by_copies=by_copies)
+    on_gpu, copied = jax.default_backend() == "gpu", copying_axis(placement) is not None
+    options = compiler_options(config, on_gpu=on_gpu, traceable=traceable, by_copies=copied)
     whole, rows, base = placement.replicated, placement.batch, (frozen,) if frozen else ()
 
     def train_step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:
