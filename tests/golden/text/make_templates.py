@@ -23,7 +23,7 @@ def rendered(name: str, talk: dict) -> str | None:
             if isinstance(call["function"]["arguments"], str):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         if isinstance(message["content"], list) and name not in READ_PARTS:
-            message["content"] = "".join(part["text"] for part in message["content"])
+            message["content"] = "\n".join(part["text"] for part in message["content"])
     try:
         texts, _ = render_jinja_template(
             conversations=[talk["messages"]],
