@@ -1,8 +1,8 @@
 """Compiles a step for four H200s that are not there, and prints as JSON its collectives, how many
 activations it holds with the width outermost, of all-to-alls how many products of shared experts
-the schedule puts beside them, which products in layers are XLA's, how many kernels are ours, how
-many updates turn what they update, and which reduce-scatters end before the last layer's backward
-pass.
+the schedule puts beside them, which products in layers are XLA's, how many kernels are ours and
+which of them are fused with the store of their result, how many updates turn what they update, and
+which reduce-scatters end before the last layer's backward pass.
 
     python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded] [--kept]
         [--preset NAME] [--experts] [--fp8 SCALING]
@@ -114,7 +114,8 @@ def main() -> None:
             re.findall(r"transpose_fusion[\w.]* = \(f32", compiled.as_text() or "")
         ),
         "reduced_early": reduced_early(compiled),
-        "kernels": (compiled.as_text() or "").count('custom_call_target="mosaic_gpu'),
+        "kernels": len(kernels(instructions)),
+        "fused": fused_with_stores(instructions),
     }
     print(json.dumps(printed))
 
@@ -150,6 +151,17 @@ def ended(instruction: CompiledInstruction, started: set[str]) -> bool:
     """Whether it is the end of one of these."""
     names = re.findall(r"%([\w.-]+)", instruction.rest)
     return instruction.opcode.endswith("-done") and not started.isdisjoint(names)
+
+
+def kernels(instructions: list[CompiledInstruction]) -> list[CompiledInstruction]:
+    """Calls of our kernels."""
+    return [each for each in instructions if 'custom_call_target="mosaic_gpu' in each.rest]
+
+
+def fused_with_stores(instructions: list[CompiledInstruction]) -> list[str]:
+    """Names of kernels in a fusion that stores to a slice of an array."""
+    stores = {each.computation for each in instructions if each.opcode == "dynamic-update-slice"}
+    return sorted(each.op_name for each in kernels(instructions) if each.computation in stores)
 
 
 def xla_products(compiled: jax.stages.Compiled) -> list[str]:

@@ -157,6 +157,18 @@ def test_gathered_weights_do_not_turn_the_residual_stream():
     assert compiled("fsdp=4")["width_first"] == 0
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("fsdp=2,tensor=2", "--sequence-parallel", "--fp8", "squares"),
+        ("fsdp=4,expert=4", "--experts", "--o1"),
+    ],
+)
+def test_no_kernel_is_fused_with_the_store_of_its_result(arguments):
+    """XLA would run it a second time where the result has another use."""
+    assert compiled(*arguments)["fused"] == []
+
+
 def test_in_8_bits_layers_have_no_product_of_xlas_and_the_reductions_of_bf16():
     mesh = ("fsdp=2,tensor=2", "--sequence-parallel")
     eight, sixteen = compiled(*mesh, "--fp8", "squares"), compiled(*mesh)
