@@ -120,7 +120,7 @@ def read_quantization(keys: Keys) -> Quantization | None:
 
 
 def _fp8(keys: Keys) -> ScaledFp8:
-    keys.expect("fmt", ("e4m3",), "elements are read as e4m3")
+    keys.expect("fmt", ("e4m3", "float8_e4m3fn"), "elements are read as e4m3")
     keys.expect(
         "activation_scheme",
         ("dynamic",),

@@ -70,6 +70,7 @@ DENSE = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "targets": []}
         pytest.param("awq", {"format": "gemm", "backend": "auto"}, id="awq-both"),
         pytest.param("awq", {"version": "absent", "format": "gemm"}, id="awq-newer"),
         pytest.param("fp8_blocks", TRANSFORMERS, id="transformers-fp8"),
+        pytest.param("fp8_blocks", {"fmt": "float8_e4m3fn"}, id="minimax-m2"),
         pytest.param("awq", {"checkpoint_format": "gemm", "pack_dtype": "int32"}, id="awq-model"),
         pytest.param("ct_int8", {"sparsity_config": DENSE}, id="dense"),
         pytest.param("ct_int8", {"moe_sparsity_config": None}, id="compressed-tensors-0.20"),
