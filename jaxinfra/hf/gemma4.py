@@ -43,7 +43,10 @@ def read_gemma4(keys: Keys) -> ModelConfig:
     dense layers.
     """
     keys.require("head_dim", "num_key_value_heads", "hidden_size_per_layer_input")
-    keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
+    # "vision": tokens of one image attend to each other, and those of text as ever.
+    keys.expect(
+        "use_bidirectional_attention", (None, False, "vision"), "attention to text is causal here"
+    )
     num_layers = keys.integer("num_hidden_layers")
     types = _types(keys, num_layers)
     window = keys.integer("sliding_window")

@@ -60,6 +60,7 @@ def read_llama4(keys: Keys) -> ModelConfig:
 def _layers(keys: Keys, num_layers: int) -> list[dict[str, Any]]:
     """Fields of attention by layer, with true or false for its rotary embedding."""
     every = keys.integer("no_rope_layer_interval", 4)
+    keys.expect("nope_layer_interval", (every, None), "an older name of no_rope_layer_interval")
     default = [int((i + 1) % every > 0) for i in range(num_layers)]
     rotates = keys.sequence("no_rope_layers", None) or default
     types = keys.sequence("layer_types", [_CHUNKED if each else FULL for each in rotates])

@@ -3,7 +3,6 @@
 Letters of layouts beside those of ``tensor_layout.py``: M value heads, W taps of a convolution.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +60,7 @@ def read_step_limit(keys: Keys) -> tuple[float, float] | None:
     if len(values) != 2:
         raise ConfigError(f"time_step_limit={list(values)}: give the least and the largest step")
     least, most = (float(x["__float__"] if isinstance(x, dict) else x) for x in values)
-    return None if least <= 0.0 and most == math.inf else (least, min(most, LARGEST_STEP))
+    return None if least <= 0.0 and most > LARGEST_STEP else (least, min(most, LARGEST_STEP))
 
 
 def step_limit_keys(mixer: StateSpaceConfig) -> dict[str, Any]:

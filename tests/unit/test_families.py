@@ -90,6 +90,21 @@ def test_steps_without_a_bound_are_read_as_older_releases_write_them(tmp_path):
     assert read_model_directory(tmp_path).config == want
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("gemma4", {"use_bidirectional_attention": "vision"}),  # Gemma 4 26B and 31B
+        ("llama4", {"nope_layer_interval": 4}),  # Llama 4 Maverick in FP8
+        ("mamba2", {"time_step_limit": [0.0, 1e308]}),  # as JSON has no infinity: Nemotron 3 Ultra
+        ("nemotron_h", {"time_step_limit": [0.0, 1e308]}),
+    ],
+)
+def test_keys_of_released_configs_change_nothing(name, keys):
+    values = described(name)["config"]
+    values = {each: x for each, x in values.items() if each != "time_step_limit"}
+    assert from_hf_config(values | keys) == from_hf_config(values)
+
+
 def test_layers_of_many_kinds_are_few_stacks():
     a, b, c = (
         BlockConfig(mixer=NoMixer(), feed_forward=MlpConfig(hidden_dim=n)) for n in (1, 2, 3)
