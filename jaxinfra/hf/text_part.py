@@ -20,8 +20,10 @@ _TEXT_TYPES = {
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
     "qwen3_5": None,
     "qwen3_5_moe": None,
+    "kimi_k25": None,
 }
 # Of text_configs that are published without them; all releases of the reference have these.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -39,9 +41,11 @@ _OWN_TYPES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 _OTHERS = (
-    "visual|vision_tower|vision_model|multi_modal_projector|embed_vision|audio_tower|embed_audio"
+    "visual|vision_tower|vision_model|multi_modal_projector|mm_projector|embed_vision|audio_tower"
+    "|embed_audio"
 )
 _OF_IMAGES = re.compile(rf"(model\.)?({_OTHERS})\..*")
 _TEXT = re.compile(r"(?P<root>model\.)?language_model\.(?P<rest>.*)")

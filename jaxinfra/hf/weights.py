@@ -280,9 +280,27 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = dataclasses.replace(
     LLAMA, layer=(*PRE_NORMS, *QKV, *OUT, *experts("block_sparse_moe", "w1", "w3", "w2"))
 )
-QWEN_MOE = dataclasses.replace(
+_QWEN_MOE = dataclasses.replace(
     LLAMA, layer=(*LLAMA.layer, *experts("mlp", *PROJECTIONS, shared="shared_expert"))
 )
+QWEN_MOE = dataclasses.replace(
+    _QWEN_MOE,
+    others=(
+        dataclasses.replace(
+            _QWEN_MOE,
+            layer=(
+                *(each for each in _QWEN_MOE.layer if ".experts." not in each.name),
+                Rule(
+                    name="mlp.experts.gate_up_proj",
+                    parts=(("mlp/gate", "E D F -> E D F"), ("mlp/up", "E D F -> E D F")),
+                    fused_dim=2,
+                ),
+                rule("mlp.experts.down_proj", "mlp/down", "E F D -> E F D"),
+            ),
+        ),
+    ),
+)
+"""Qwen's experts; files of Qwen3-VL have all experts of a layer in one, inputs first."""
 LATENT = (
     *linear("self_attn.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
     *linear("self_attn.q_a_proj", "attention/query_down", "R D -> D R", "R -> R"),

@@ -7,6 +7,7 @@ import functools
 import json
 import pathlib
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -513,10 +514,11 @@ def test_the_loss_has_the_bias_of_logits(tmp_path):
 def fused_experts(tensors):
     """Joins the experts of a layer into one tensor, as Qwen3.5's own files store them."""
     fused = {name: x for name, x in tensors.items() if ".experts." not in name}
-    for layer in range(3):
-        prefix = f"model.layers.{layer}.mlp.experts."
+    found = [re.match(r"(.*\.experts\.)(\d+)\.", name) for name in tensors]
+    counts = Counter(each[1] for each in found if each)
+    for prefix, count in counts.items():
         parts = {
-            kind: np.stack([tensors[f"{prefix}{e}.{kind}_proj.weight"] for e in range(4)])
+            kind: np.stack([tensors[f"{prefix}{e}.{kind}_proj.weight"] for e in range(count // 3)])
             for kind in ("gate", "up", "down")
         }
         fused[f"{prefix}gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
@@ -557,8 +559,18 @@ def test_other_files_of_the_same_model_are_read(name, renamed, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path).parameters, want)
 
 
+def inputs_first(tensors):
+    """Joins the experts of a layer as Qwen3-VL's own files store them: inputs before outputs."""
+    return {
+        name: x.transpose(0, 2, 1) if ".experts." in name else x
+        for name, x in fused_experts(tensors).items()
+    }
+
+
 @pytest.mark.slow_cases(
-    "gemma3-gemma3-language_model.model.", "qwen2_vl-qwen2-model.language_model."
+    "gemma3-gemma3-language_model.model.",
+    "qwen2_vl-qwen2-model.language_model.",
+    "kimi_k25-deepseek_v3-language_model.model.",
 )
 @pytest.mark.parametrize(
     ("whole", "inner", "root"),
@@ -567,21 +579,27 @@ def test_other_files_of_the_same_model_are_read(name, renamed, tmp_path):
         ("gemma4", "gemma4", "model.language_model."),
         ("mistral3", "ministral3_odd", "language_model.model."),
         ("qwen2_vl", "qwen2", "model.language_model."),
+        ("qwen3_vl_moe", "qwen3_moe", "model.language_model."),
+        ("kimi_k25", "deepseek_v3", "language_model.model."),
     ],
 )
 def test_the_text_part_of_a_model_of_images_is_read(whole, inner, root, tmp_path):
-    if inner == "qwen2":
-        source = GOLDEN.parent / "hf" / inner
-        text = json.loads((source / "config.json").read_text()) | {"model_type": "qwen2_vl_text"}
-        text["rope_parameters"] |= {"mrope_section": [2, 1, 1]}
+    source = GOLDEN.parent / "hf" / inner
+    if source.is_dir():
+        text = json.loads((source / "config.json").read_text())
+        if whole.startswith("qwen"):
+            text |= {"model_type": f"{whole}_text"}
+            text["rope_parameters"] |= {"mrope_section": [2, 1, 1]}
     else:
         source, text = tmp_path / "text", described(inner)["config"]
         write_directory(inner, source)
     config = {"model_type": whole, "text_config": text, "vision_config": {"depth": 2}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     stored = load_file(source / "model.safetensors")
+    stored = inputs_first(stored) if whole == "qwen3_vl_moe" else stored
     tensors = {name.replace("model.", root, 1): value for name, value in stored.items()}
-    tensors["vision_tower.patches.weight"] = np.ones((2, 2), np.float32)
+    tensors |= dict.fromkeys(("vision_tower.patches.weight", "mm_projector.0.bias"), np.ones(2))
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     plain, found = load_pretrained(source), load_pretrained(tmp_path)
     assert found.definition.config == plain.definition.config
