@@ -478,8 +478,10 @@ def test_special_tokens_add_no_text_where_they_are_not_wanted(tmp_path):
     assert told["message"]["content"] == "a<|call|>b"
     _, told = asked_once(tmp_path, text, **asked, stop=["<|call|>"])
     assert told["message"]["content"] == "a"
-    _, told = asked_once(tmp_path, text, **asked, limits={"tool_parser": "none"})
+    _, told = asked_once(tmp_path, text, form="mistral", limits={"tool_parser": "none"})
     assert told["message"]["content"].startswith("ab[TOOL_CALLS]look")
+    _, told = asked_once(tmp_path, text, form=None, tools=[TOOL])  # calls of no known form
+    assert told["message"]["content"] == text
 
 
 def test_offsets_of_a_completion_are_in_its_text(tmp_path):

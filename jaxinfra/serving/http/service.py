@@ -350,7 +350,7 @@ class Service:
         new = self._length(body, default_tokens)
         sampling = body.sampling(self._model.defaults if self.limits.uses_defaults else {})
         seed = secrets.randbits(32) if body.seed is None else body.seed
-        silent = self._silent(body) if body.skip_special_tokens else frozenset()
+        silent = self._silent(body, turn)
         result = []
         for prompt in prompts:
             if len(prompt) > self.context:
@@ -402,10 +402,14 @@ class Service:
         most = self.context if wanted < 0 else wanted
         return prompt[max(len(prompt) - most, 0) :]
 
-    def _silent(self, body: GenerationBody) -> frozenset[int]:
+    def _silent(self, body: GenerationBody, turn: ChatTurn | None) -> frozenset[int]:
         """Special tokens that add no text, where the client wants none: all but marks of calls and
         reasoning, and those that its stop strings spell.
         """
+        # Calls in a form that is not known may have any token in them.
+        has_unread_calls = turn is not None and bool(turn.schemas) and turn.form is None
+        if not body.skip_special_tokens or has_unread_calls:
+            return frozenset()
         special = self.tokenizer.special_ids
         if body.stops:
             stops = "\n".join(body.stops)
