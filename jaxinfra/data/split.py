@@ -79,7 +79,9 @@ class Split:
     def _limit(self) -> float:
         if self.heldout_source is not None:
             return 0.0
-        names = (document.name for document in self._of(self.source))
+        # One of white space alone is neither a text to learn nor one to evaluate on.
+        found = (each for each in self._of(self.source) if not each.text.isspace())
+        names = (document.name for document in found)
         return heldout_limit(names, fraction=self.config.heldout_fraction)
 
 
@@ -100,7 +102,7 @@ def heldout_limit(names: Iterable[str], *, fraction: float) -> float:
     single document is trained on, and with ``fraction=0`` all are.
 
     Args:
-        names: of all documents; read only until a document of each side is found.
+        names: of all documents with a text; read only until a document of each side is found.
     """
     if not fraction:
         return 0.0

@@ -259,6 +259,18 @@ def test_each_side_has_a_document_whatever_the_file_is_called(tmp_path: Path, nu
                 assert out == (1 if fraction < 0.5 else num - 1)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_document_of_white_space_is_no_side_of_its_own(tmp_path: Path, cache: Path, place: int):
+    """Of two texts and white space, whichever is first by its hash, one text is on each side."""
+    names = sorted(("a.txt", "b.txt", "c.txt"), key=name_hash)
+    blank = names[0 if place == 0 else -1]
+    for name in names:
+        (tmp_path / name).write_text(" \n" if name == blank else f"text of {name}")
+    corpus = open_it(tmp_path, cache, heldout_fraction=0.9 if place else 1e-9)
+    heldout = {text.decode().strip() for text in corpus.heldout_documents()}
+    assert len(heldout - {""}) == 1
+
+
 def test_bad_text_reaches_the_caller_and_leaves_no_cache(texts: Path, cache: Path):
     (texts / "image.png").write_bytes(b"\x89PNG\0")
     assert "image.png: not a text file" in error(texts, cache)
