@@ -201,6 +201,7 @@ def test_a_whole_call_is_completed_where_one_after_it_is_left_out_and_cut(tmp_pa
     _, (answer,) = respond(tmp_path, (f"{text[:-20]}...", asked))
     assert answer["status"] == "incomplete"
     assert [item["status"] for item in answer["output"]] == ["completed"]
+    openai.types.responses.Response.model_validate(answer)  # its client itself checks nothing
 
 
 async def anthropic_loop(client, *, stream):

@@ -363,7 +363,7 @@ class ResponseForm(ItemsForm):
         counts = self.usage.body()
         usage = {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": counts["prompt_tokens_details"],
+            "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self.items.reasoning_tokens},
             "total_tokens": counts["total_tokens"],
