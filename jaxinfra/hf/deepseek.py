@@ -36,6 +36,7 @@ _IGNORED = (
     "ep_size",
 )
 _INDEXED = "indexed_attention"
+_INDEXED_NAMES = (_INDEXED, "deepseek_sparse_attention")  # the latter of older releases
 _FULL, _SHARED = "full", "shared"  # layers with an indexer of their own, and the others
 _LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
 
@@ -97,13 +98,34 @@ def read_glm_moe_dsa(keys: Keys) -> ModelConfig:
     return _read_indexed(keys, RopePairs.NEIGHBOURS)
 
 
+def read_glm4_moe_lite(keys: Keys) -> ModelConfig:
+    """Reads GLM 4.7 Flash: DeepSeek-V3 with layers of experts by name, all but the first."""
+    keys.expect("scoring_func", ("sigmoid", None), "scores of this architecture are sigmoid")
+    keys.expect("topk_method", ("noaux_tc", None), "its router always has a bias")
+    if not keys.has("mlp_layer_types"):
+        keys.expect(
+            "first_k_dense_replace",
+            (1, None),
+            "implementations differ in whether they read it; write mlp_layer_types",
+        )
+    return _read(
+        keys,
+        read_sigmoid_routing(keys, renormalizes=True, scale=1.8),
+        pairs=RopePairs.NEIGHBOURS if keys.flag("rope_interleave", True) else RopePairs.HALVES,
+        dense_by_default=1,
+        predicts=keys.integer("num_nextn_predict_layers", 0) > 0,
+        has_types=True,
+    )
+
+
 def _read_indexed(keys: Keys, pairs: RopePairs) -> ModelConfig:
     keys.expect("scoring_func", ("sigmoid",), "scores of this architecture are sigmoid")
     keys.expect("topk_method", ("noaux_tc",), "its router always has a bias")
     keys.expect("rope_interleave", (True, None), "neighbours are rotated")
     num_layers = keys.integer("num_hidden_layers")
     types = keys.sequence("layer_types", None)
-    if types is not None and [*types] != [_INDEXED] * num_layers:
+    named = types is None or {*map(str, types)} <= {*_INDEXED_NAMES}
+    if not named or (types is not None and len(types) != num_layers):
         raise ConfigError(
             f"layer_types of {len(types)} layers, {sorted({*map(str, types)})}: each of "
             f"{num_layers} layers is {_INDEXED} here"
@@ -122,6 +144,7 @@ def _read_indexed(keys: Keys, pairs: RopePairs) -> ModelConfig:
         dense_by_default=3,
         predicts=keys.integer("num_nextn_predict_layers", 0) > 0,
         indexer=indexer,
+        has_types=True,
     )
 
 
@@ -133,6 +156,7 @@ def _read(
     dense_by_default: int,
     predicts: bool = False,
     indexer: IndexerConfig | None = None,
+    has_types: bool = False,
 ) -> ModelConfig:
     keys.require("q_lora_rank", "n_shared_experts")
     keys.ignore(*_IGNORED)
@@ -159,7 +183,7 @@ def _read(
         routing,
         dense_by_default=dense_by_default,
         shared_by_default=0,
-        has_types=indexer is not None,
+        has_types=has_types,
     )
 
 
@@ -220,6 +244,11 @@ def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def write_glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:
+    """Writes GLM 4.7 Flash; inverse of ``read_glm4_moe_lite``."""
+    return write_deepseek_v3(config) | {"mlp_layer_types": mlp_layer_types(config)}
+
+
 def write_indexed(config: ModelConfig) -> dict[str, Any]:
     """Writes DeepSeek-V3.2 or GLM-5; inverse of ``read_deepseek_v32`` and ``read_glm_moe_dsa``."""
     mixer = config.blocks[0].mixer
@@ -276,6 +305,9 @@ FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", read_deepseek_v2, write_deepseek_v2, DEEPSEEK),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", read_deepseek_v3, write_deepseek_v3, DEEPSEEK),
     "kimi_k2": Family("DeepseekV3ForCausalLM", read_deepseek_v3, write_deepseek_v3, DEEPSEEK),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM", read_glm4_moe_lite, write_glm4_moe_lite, DEEPSEEK
+    ),
     "deepseek_v32": Family("DeepseekV32ForCausalLM", read_deepseek_v32, write_indexed, DEEPSEEK),
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", read_glm_moe_dsa, write_indexed, DEEPSEEK),
 }

@@ -70,6 +70,8 @@ def family(name):
             return golden("hf/deepseek_v3/config.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
         case "glm4_moe":
             return golden("families/glm4_moe.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
+        case "glm4_moe_lite":
+            return golden("families/glm4_moe_lite.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
         case "deepseek_v32":  # whose indexer chooses 5 of the 7 tokens
             return golden("families/deepseek_v32.json") | {"num_nextn_predict_layers": 1}, DEEPSEEK
         case _:
@@ -98,7 +100,7 @@ def normed(x, scale, *, epsilon, offset):
     return x / np.sqrt(mean + epsilon) * (scale + offset)
 
 
-FAMILIES = ("mimo", "deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")
+FAMILIES = ("mimo", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "qwen3_next")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:]]
 
 
