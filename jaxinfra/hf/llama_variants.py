@@ -186,6 +186,11 @@ def read_exaone4(keys: Keys) -> ModelConfig:
     """Reads EXAONE 4: norms after each layer only; of layers with and without window, the latter
     are not rotated.
     """
+    return exaone_decoder(keys, block={"norm_placement": NormPlacement.POST})
+
+
+def exaone_decoder(keys: Keys, **more: Any) -> ModelConfig:
+    """Reads what EXAONE 4 and K-EXAONE have in common; ``more`` is as in ``decoder_config``."""
     keys.require("num_key_value_heads", "sliding_window")
     num_layers = keys.integer("num_hidden_layers")
     window = keys.integer("sliding_window", None)
@@ -199,19 +204,22 @@ def read_exaone4(keys: Keys) -> ModelConfig:
         layers=[{"window": each, "rope": rope if each or not window else None} for each in windows],
         rope=rope,
         qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
-        block={"norm_placement": NormPlacement.POST},
+        **more,
     )
 
 
 def write_exaone4(config: ModelConfig) -> dict[str, Any]:
     """Writes EXAONE 4; inverse of ``read_exaone4``."""
+    return decoder_keys(config) | exaone_windows(config)
+
+
+def exaone_windows(config: ModelConfig) -> dict[str, Any]:
+    """Writes the windows that ``exaone_decoder`` reads."""
     windows = window_keys(config)
     if any(block.mixer.window is None and block.mixer.rope is None for block in config.blocks):
         # A window, even of no layer, says that layers without one are not rotated.
         windows["sliding_window"] = windows["sliding_window"] or config.max_positions
-    return decoder_keys(config) | {
-        name: windows[name] for name in ("sliding_window", "layer_types")
-    }
+    return {name: windows[name] for name in ("sliding_window", "layer_types")}
 
 
 def read_ernie(keys: Keys) -> ModelConfig:

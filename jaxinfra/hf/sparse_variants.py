@@ -1,5 +1,5 @@
-"""Configs of further mixtures of experts: dots.1, MiniMax M2, ERNIE 4.5, Hunyuan and Phi-3.5, both
-ways.
+"""Configs of further mixtures of experts, both ways: dots.1, Solar Open, K-EXAONE, MiniMax M2,
+ERNIE 4.5, Hunyuan and Phi-3.5.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.llama_variants import (
     HUNYUAN_ATTENTION,
     ernie_decoder,
+    exaone_decoder,
+    exaone_windows,
     hunyuan_decoder,
     hunyuan_keys,
     without_alpha,
@@ -34,6 +36,7 @@ from jaxinfra.hf.sparse import (
     LOSSES,
     experts_keys,
     layers_of,
+    mlp_layer_types,
     read_experts,
     read_experts_after_dense,
     read_sigmoid_routing,
@@ -87,6 +90,52 @@ def write_dots1(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": windows["sliding_window"],
         "layer_types": windows["layer_types"],
     }
+
+
+def read_solar_open(keys: Keys) -> ModelConfig:
+    """Reads Solar Open: DeepSeek-V3's experts in every layer over grouped attention."""
+    keys.require("num_key_value_heads", "head_dim")
+    keys.expect("first_k_dense_replace", (0, None), "every layer has experts here")
+    keys.ignore(*LOSSES, "intermediate_size")
+    dense = decoder_config(
+        keys,
+        hidden_dim=keys.integer("moe_intermediate_size"),
+        default_theta=1e6,
+        qkv_bias=keys.flag("attention_bias", False),
+    )
+    routing = read_sigmoid_routing(keys, renormalizes=True)
+    return read_experts_after_dense(keys, dense, routing, dense_by_default=0)
+
+
+def write_solar_open(config: ModelConfig) -> dict[str, Any]:
+    """Writes Solar Open; inverse of ``read_solar_open``."""
+    attention, keys = sigmoid_keys(config)
+    return keys | {"attention_bias": attention.qkv_bias}
+
+
+def read_exaone_moe(keys: Keys) -> ModelConfig:
+    """Reads K-EXAONE: EXAONE 4 with norms before layers and DeepSeek-V3's experts."""
+    keys = keys.named_as(n_shared_experts="num_shared_experts")
+    keys.expect("scoring_func", ("sigmoid", None), "scores are sigmoid here")
+    keys.expect("topk_method", ("noaux_tc", None), "its router always has a bias")
+    keys.ignore(*LOSSES, "num_nextn_predict_layers")
+    routing = read_sigmoid_routing(keys, renormalizes=True, scale=2.5)
+    config = read_experts_after_dense(
+        keys, exaone_decoder(keys), routing, dense_by_default=1, has_types=True
+    )
+    has_experts = routes(config)
+    keys.expect("is_moe_layer", (has_experts, None), f"{has_experts} by other keys")
+    num_dense = has_experts.count(False)
+    keys.expect("first_last_k_dense_replace", (num_dense, None), f"{num_dense} by other keys")
+    return config
+
+
+def write_exaone_moe(config: ModelConfig) -> dict[str, Any]:
+    """Writes K-EXAONE; inverse of ``read_exaone_moe``."""
+    _, keys = sigmoid_keys(config)
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    types = {"mlp_layer_types": mlp_layer_types(config)}
+    return renamed(keys, **names) | exaone_windows(config) | types
 
 
 def read_minimax_m2(keys: Keys) -> ModelConfig:
@@ -306,12 +355,27 @@ HUNYUAN_MOE = dataclasses.replace(
         *experts("mlp", *PROJECTIONS, shared="shared_mlp", router="gate.wg.weight"),
     ),
 )
+EXAONE_MOE = dataclasses.replace(
+    LLAMA,
+    layer=(
+        *LLAMA.layer,
+        *experts(
+            *("mlp", *PROJECTIONS), shared="shared_experts", correction="e_score_correction_bias"
+        ),
+    ),
+    ignored=r"mtp\..*",
+)
+"""Weights of K-EXAONE, whose multi-token prediction is left out."""
 PHIMOE = dataclasses.replace(
     MIXTRAL, outside=(*OUTSIDE, rule("lm_head.bias", "logit_bias", "V -> V"))
 )
 
 FAMILIES = {
     "dots1": Family("Dots1ForCausalLM", read_dots1, write_dots1, SIGMOID_EXPERTS),
+    "solar_open": Family(
+        "SolarOpenForCausalLM", read_solar_open, write_solar_open, SIGMOID_EXPERTS
+    ),
+    "exaone_moe": Family("ExaoneMoeForCausalLM", read_exaone_moe, write_exaone_moe, EXAONE_MOE),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", read_minimax_m2, write_minimax_m2, MINIMAX_M2),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", read_ernie_moe, write_ernie_moe, ERNIE_MOE),
     "hunyuan_v1_moe": Family(

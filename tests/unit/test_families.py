@@ -98,6 +98,11 @@ def test_steps_without_a_bound_are_read_as_older_releases_write_them(tmp_path):
         ("llama4", {"nope_layer_interval": 4}),  # Llama 4 Maverick in FP8
         ("mamba2", {"time_step_limit": [0.0, 1e308]}),  # as JSON has no infinity: Nemotron 3 Ultra
         ("nemotron_h", {"time_step_limit": [0.0, 1e308]}),
+        ("glm_moe_dsa", {"layer_types": ["deepseek_sparse_attention"] * 3}),  # of transformers 5.2
+        ("exaone_moe", {"first_last_k_dense_replace": 1, "num_nextn_predict_layers": 1}),
+        ("exaone_moe", {"is_moe_layer": [False, True, True, True]}),
+        ("solar_open", {"intermediate_size": 10240, "first_k_dense_replace": 0}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0}),
     ],
 )
 def test_keys_of_released_configs_change_nothing(name, keys):
@@ -387,6 +392,8 @@ def test_a_hybrid_whose_layers_all_attend_is_written(name, keys):
     ("name", "keys"),
     [
         ("glm4_moe", {"first_k_dense_replace": 9}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 3}),
+        ("exaone_moe", {"mlp_layer_types": ["dense"] * 4}),
         ("dots1", {"first_k_dense_replace": 9}),
         ("llama4", {"moe_layers": []}),
         ("ernie4_5_moe", {"moe_layer_start_index": 9}),
@@ -460,6 +467,10 @@ def test_a_model_whose_layers_are_not_rotated_is_written():
         ("exaone4", "layer_types", ["chunked_attention"] * 4, "not supported"),
         ("exaone4", "layer_types", None, "layer_types"),
         ("ernie4_5_moe", "use_bias", True, "implementations differ"),
+        ("exaone_moe", "is_moe_layer", [True] * 4, "by other keys"),
+        ("exaone_moe", "first_last_k_dense_replace", 2, "1 by other keys"),
+        ("solar_open", "first_k_dense_replace", 1, "every layer has experts"),
+        ("glm4_moe_lite", "scoring_func", "softmax", "scores of this architecture are sigmoid"),
         ("hunyuan_moe", "moe_topk", [1, 2], "alike"),
         ("ministral3", "attention_bias", True, "no such bias"),
         ("granite_hybrid", "position_embedding_type", "alibi", "known are rope and nope"),
