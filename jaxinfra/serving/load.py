@@ -515,7 +515,7 @@ def _read_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
 
 
 def sampling_defaults(path: Path) -> dict[str, float]:
-    """Returns the sampling settings in ``generation_config.json``, if it enables sampling.
+    """Returns the sampling settings in ``generation_config.json``.
 
     Raises:
         ConfigError: a setting is not a number.
