@@ -247,6 +247,8 @@ def _h200() -> Iterator[TimedStep]:
 
 _ONE = "experiments/results/plan-h200.json"
 _FOUR = "experiments/results/plan-h200-x4.json"
+_COPIES = "experiments/results/parallel-fsdp-h200-x2.json"
+_KERNELS = "experiments/results/collective-matmul-h200-x2.json"
 
 
 def _own(
@@ -279,6 +281,7 @@ def _piped(layers: int) -> ModelConfig:
     )
 
 
+_KEPT = {"keep_gathered": True, "traits": UNROLLED}
 # Preset, layers where fewer, what of the layout is not 4 x 4096 tokens and dots, seconds, source.
 _OURS: tuple[tuple[str, int | None, dict[str, Any], float, str], ...] = (
     ("llama32_1b", None, {}, 0.2771, _FOUR),
@@ -294,6 +297,9 @@ _OURS: tuple[tuple[str, int | None, dict[str, Any], float, str], ...] = (
     ("llama31_8b", 8, {"batch": 16, "fsdp": 4}, 0.4723, _FOUR),
     ("llama31_8b", 8, {"batch": 16, "tensor": 4}, 0.5358, _FOUR),
     ("llama31_8b", 8, {"batch": 16, "tensor": 4, "sequence_parallel": True}, 0.5818, _FOUR),
+    ("llama32_1b", None, {"batch": 8, "fsdp": 2, **_KEPT}, 0.2610, _COPIES),
+    ("llama31_8b", 8, {"batch": 8, "fsdp": 2}, 0.4431, _KERNELS),
+    ("llama31_8b", 8, {"batch": 8, "tensor": 2, "sequence_parallel": True}, 0.4473, _KERNELS),
 )
 
 # Layers, layout, seconds of loss and gradients.

@@ -88,6 +88,7 @@ class Collective:
     group: tuple[int, ...]  # devices of one group; for a permute, a sender and its receiver
     scope: str
     instruction: str  # its name in the program, which traces show too
+    in_kernel: bool = False  # part of a matmul kernel, which sends while it multiplies
 
     @property
     def num_devices(self) -> int:
@@ -179,6 +180,41 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     return found
 
 
+_KERNELS = {"all_gather_matmul": ("all-gather", 1), "matmul_reduce_scatter": ("reduce-scatter", 0)}
+"""Collectives in matmul kernels, with the index of the result that is gathered or scattered."""
+
+
+def collectives_in_kernels(compiled: jax.stages.Compiled) -> list[Collective]:
+    """Lists the collectives within ``pallas_kernels.collective_matmul``'s kernels.
+
+    They are apart from ``collectives``, because a trace has no time of theirs.
+    """
+    instructions, entry = compiled_instructions(compiled)
+    times = _executions(instructions, entry)
+    found = []
+    for each in instructions:
+        name = next((name for name in _KERNELS if f"/{name}/" in each.op_name), None)
+        if name is None or each.opcode != "custom-call" or _MOSAIC not in each.rest:
+            continue
+        kind, index = _KERNELS[name]
+        dtype, shape = _shapes(each.result)[index]
+        count = times[each.computation]
+        assert count is not None, "a loop over layers says its length"
+        found.append(
+            Collective(
+                kind=kind,
+                dtype=dtype,
+                shape=shape,
+                times=count,
+                group=(0, 1),  # the kernels run on meshes of two devices
+                scope=each.op_name,
+                instruction=each.name,
+                in_kernel=True,
+            )
+        )
+    return found
+
+
 def compiled_instructions(compiled: jax.stages.Compiled) -> tuple[list[CompiledInstruction], str]:
     """Returns all instructions, and the name of the computation where execution starts."""
     found, entry, computation = [], "", ""
@@ -247,6 +283,7 @@ def element_bytes(dtype: str) -> int:
 
 
 _LIBRARY = re.compile(r'custom_call_target="__cublas\$')
+_MOSAIC = 'custom_call_target="mosaic_gpu'
 _NAME = re.compile(r"%([\w.-]+)")
 
 

@@ -17,19 +17,21 @@ from jaxinfra.parallel.place import Placement
 def copying_axis(placement: Placement) -> str | None:
     """Returns the mesh axis over which a step sends by copies, if there is one.
 
-    It is ``fsdp`` of two GPUs of this process, without any other axis. More GPUs were not measured.
+    It is ``fsdp`` of two GPUs of one process, without any other axis. More GPUs were not measured.
     """
     mesh, axis = placement.mesh, MeshAxis.FSDP
     if not isinstance(mesh, Mesh) or mesh.size != 2 or mesh.shape[axis] != 2:
         return None
-    return axis if _are_gpus_here(mesh) else None
+    return axis if _are_gpus_of_one_process(mesh) else None
 
 
-def _are_gpus_here(mesh: Mesh) -> bool:
-    here = jax.local_devices()
-    return all(each in here and each.platform == "gpu" for each in mesh.devices.flat)
+def _are_gpus_of_one_process(mesh: Mesh) -> bool:
+    """Whether both devices are GPUs of one process; they may be absent, to compile for."""
+    first, second = mesh.devices.flat
+    return first.platform == "gpu" and first.process_index == second.process_index
 
 
+@jax.named_scope("gather_by_copies")
 def gather_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
     """Gathers all devices' blocks side by side along ``dim``. Sends D (N-1), inside ``shard_map``.
 
@@ -45,6 +47,7 @@ def gather_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
     return whole
 
 
+@jax.named_scope("scatter_sum_by_copies")
 def scatter_sum_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
     """Sums over devices; device i gets the i-th of N parts along ``dim``. Sends D (N-1)/N.
 

@@ -33,7 +33,7 @@ from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.hlo.collective_bytes import sent_bytes
-from jaxinfra.hlo.program import Collective, collectives
+from jaxinfra.hlo.program import Collective, collectives, collectives_in_kernels
 from jaxinfra.model.definition import define_model
 from jaxinfra.ops.quantized import Facts, compiling_for
 from jaxinfra.parallel.execution import execution_on
@@ -148,6 +148,8 @@ _PURPOSES = {
     "permute": "send",
     "collective-permute": "send",
 }
+_COPIES = {"scatter_sum_by_copies": "sum", "gather_by_copies": "gather"}
+"""Purposes of permutes by the function of ``parallel.copies`` that makes them."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -304,8 +306,8 @@ def compile_for_gpu(model: ModelConfig, layout: Layout, device: Device) -> Recei
     _refuse_pipeline(layout)
     devices, facts = compile_only_devices(device, layout.devices)
     config = run_config(model, layout, attention=AttentionImplementation.HOPPER)
-    job = make_job(config, devices=devices)
     with compiling_for(facts):
+        job = make_job(config, devices=devices)
         lowered = lower_step(job, platforms=("cuda",))
     target = f"{layout.devices} {device.name}, bf16, attention hopper"
     return compare(model, layout, lowered.compile(), device, target=target)
@@ -325,7 +327,8 @@ def compare(
     for each in traffic(planned, layout, device):
         entry = predicted.setdefault((each.axis, _PURPOSES[each.kind]), Exchanged())
         entry.add(each.kind, each.array_bytes, each.wire_bytes)
-    found = exchanged(collectives(compiled), layout.axes)
+    calls = [*collectives(compiled), *collectives_in_kernels(compiled)]
+    found = exchanged(calls, layout.axes)
     analysis = compiled.memory_analysis()
     assert analysis is not None, "CPU and CUDA compilers report their memory"
     return Receipt(
@@ -356,7 +359,8 @@ def exchanged(
     A call over several axes counts as one call per axis, ``fsdp`` first. Each further call's array
     is divided by the sizes of the axes before it, so the total of bytes sent is unchanged. An
     exchange of expert tokens counts for the expert axis, or for its nodes. Other calls over a part
-    of an axis count for that axis.
+    of an axis count for that axis. Permutes by which weights are gathered or gradients summed count
+    as what they do.
 
     Args:
         mesh: axis sizes in mesh order, with the expert axis last.
@@ -367,14 +371,17 @@ def exchanged(
         if not call.shape:
             continue
         name = f"{call.kind} {call.dtype}{list(call.shape)} x {call.times}: {call.scope[-60:]}"
-        size = call.array_bytes
+        size, purpose = call.array_bytes, _PURPOSES[call.kind]
+        if copied := [_COPIES[each] for each in _COPIES if each in call.scope]:
+            purpose, size = copied[0], size * call.num_devices / (call.num_devices - 1)
         over = sorted(call.axes(axes), key=lambda axis: axis != MeshAxis.FSDP)
         if call.kind == "all-to-all" and "exchange" in call.scope:
             over = [NODES if "exchange/nodes" in call.scope else EXPERT]
         for axis in over:
-            entry = found.setdefault((axis, _PURPOSES[call.kind]), Exchanged())
+            entry = found.setdefault((axis, purpose), Exchanged())
             members = mesh[axis] if len(over) > 1 else call.num_devices
-            entry.add(call.kind, size, sent_bytes(call.kind, size, members), name=name)
+            sent = call.array_bytes if copied else sent_bytes(call.kind, size, members)
+            entry.add(f"{call.kind}{' in kernels' * call.in_kernel}", size, sent, name=name)
             size /= members
     return found
 

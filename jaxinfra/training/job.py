@@ -329,8 +329,7 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
     average = config.optimizer.average
     shardings = state_shardings(model, optimizer, placement, averages=average is not None)
     gradient = _gradient(config, model, placement)
-    on_gpu, copied = jax.default_backend() == "gpu", copying_axis(placement) is not None
-    options = compiler_options(config, on_gpu=on_gpu, traceable=traceable, by_copies=copied)
+    options = _options(config, placement, traceable=traceable)
     whole, rows, base = placement.replicated, placement.batch, (frozen,) if frozen else ()
 
     def train_step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:
@@ -381,6 +380,13 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
         evaluation_step=evaluated(make_evaluation_step),
         target_value_step=evaluated(target_value_step, out_shardings=whole),
     )
+
+
+def _options(config: RunConfig, placement: Placement, *, traceable: bool) -> Options | None:
+    """XLA's options of the step for the mesh's devices, which may be absent."""
+    on_gpu = placement.mesh.devices.flat[0].platform == "gpu"
+    copied = copying_axis(placement) is not None
+    return compiler_options(config, on_gpu=on_gpu, traceable=traceable, by_copies=copied)
 
 
 def _placement(config: RunConfig, devices: Sequence[jax.Device] | None) -> Placement:

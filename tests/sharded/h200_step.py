@@ -35,7 +35,7 @@ from jaxinfra.ops.quantized import compiling_for
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.receipt import compile_only_devices
 from jaxinfra.training.job import lower_step, make_job
-from jaxinfra.training.xla_options import LARGE_MESSAGES, Options
+from jaxinfra.training.xla_options import Options
 
 ROWS, LENGTH, LAYERS, WIDTH = 16, 4096, 4, 2048
 EXPERTS = ExpertsConfig(num_experts=16, top_k=4, hidden_dim=1024, shared_hidden_dim=2048)
@@ -87,8 +87,6 @@ def main() -> None:
     with compiling_for(facts):
         lowered = lower_step(job, platforms=("cuda",))
     options: Options = {"optimization_level": "O1"} if args.o1 else {}
-    if args.kept:
-        options |= LARGE_MESSAGES
     compiled = lowered.compile(options or None)
     instructions, _ = compiled_instructions(compiled)
     found = [

@@ -2,11 +2,13 @@
 
 import functools
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.hlo.collective_bytes import sent_bytes
@@ -24,7 +26,7 @@ BLOCK = (6, 8, 4)
 @pytest.fixture
 def on_gpus(monkeypatch):
     """Devices of this machine count as GPUs of this process."""
-    monkeypatch.setattr(copies, "_are_gpus_here", lambda mesh: True)
+    monkeypatch.setattr(copies, "_are_gpus_of_one_process", lambda mesh: True)
 
 
 def on_devices(function, num: int, *, into: PartitionSpec, out: PartitionSpec):
@@ -82,10 +84,25 @@ def test_two_gpus_of_one_axis_send_by_copies(mesh, axis, on_gpus):
     assert copies.copying_axis(Placement(mesh=make_mesh(mesh, devices=devices))) == axis
 
 
-def test_cpus_and_absent_devices_do_not(monkeypatch):
+@pytest.mark.parametrize(
+    ("kinds", "processes", "copied"),
+    [
+        (("gpu", "gpu"), (0, 0), True),
+        (("gpu", "gpu"), (0, 1), False),
+        (("cpu",) * 2, (0, 0), False),
+    ],
+)
+def test_gpus_that_are_absent_count_by_their_process(kinds, processes, copied):
+    pairs = zip(kinds, processes, strict=True)
+    devices = [SimpleNamespace(platform=kind, process_index=index) for kind, index in pairs]
+    mesh = SimpleNamespace(devices=np.array(devices))
+    assert copies._are_gpus_of_one_process(cast(Mesh, mesh)) == copied
+
+
+def test_cpus_and_meshes_without_devices_do_not(monkeypatch):
     mesh = make_mesh(MeshConfig(fsdp=2), devices=jax.devices()[:2])
     assert copies.copying_axis(Placement(mesh=mesh)) is None
-    monkeypatch.setattr(copies, "_are_gpus_here", lambda mesh: True)
+    monkeypatch.setattr(copies, "_are_gpus_of_one_process", lambda mesh: True)
     assert copies.copying_axis(Placement(mesh=mesh.abstract_mesh)) is None
 
 

@@ -4,8 +4,15 @@ Models are wide enough for matrices to be most of their bytes; nothing of that s
 """
 
 import dataclasses
+import importlib.util
+import json
 import math
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import cast
 
+import jax
 import pytest
 
 from jaxinfra.config.exchange import ExchangeConfig
@@ -13,7 +20,7 @@ from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.errors import UnsupportedError
-from jaxinfra.hlo.program import Collective
+from jaxinfra.hlo.program import Collective, collectives_in_kernels
 from jaxinfra.planning.layout import UNROLLED, lay_out, run_config
 from jaxinfra.planning.receipt import TOLERANCE, Receipt, compile_on_cpu, exchanged
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
@@ -166,14 +173,14 @@ def test_input_gradients_of_projections_are_summed_apart():
     assert math.isclose(more, (5 - 2) * LAYERS * stream, rel_tol=TOLERANCE)
 
 
-def call(kind, shape, group) -> Collective:
+def call(kind, shape, group, scope="a scope") -> Collective:
     return Collective(
         kind=kind,
         dtype="f32",
         shape=shape,
         times=3,
         group=group,
-        scope="a scope",
+        scope=scope,
         instruction="name",
     )
 
@@ -195,6 +202,78 @@ def test_a_reduce_scatter_counts_what_was_there_before():
     whole = exchanged([call("all-reduce", (10, 8), (0, 1))], {"fsdp": 2})["fsdp", "sum"]
     assert scattered.array_bytes == whole.array_bytes
     assert 2 * scattered.sent_bytes == whole.sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "name"),
+    [
+        ("all-gather", (10, 8), "gather_by_copies"),
+        ("reduce-scatter", (5, 8), "scatter_sum_by_copies"),
+    ],
+)
+def test_copies_count_as_the_collective_in_whose_place_they_are(kind, shape, name):
+    copied = call("collective-permute", (5, 8), (0, 1), f"shard_map/{name}/ppermute")
+    found, wanted = (exchanged([each], {"fsdp": 2}) for each in (copied, call(kind, shape, (0, 1))))
+    assert found.keys() == wanted.keys()
+    for key, each in found.items():
+        assert each.array_bytes == wanted[key].array_bytes
+        assert each.sent_bytes == wanted[key].sent_bytes
+
+
+PROGRAM = """
+ENTRY %main (x: bf16[4,8]) -> bf16[8,6] {
+  %a = (bf16[8,6]{1,0}, bf16[8,8]{1,0}, s32[3]{0}) custom-call(%x, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/mlp/shard_map/all_gather_matmul/mpmd_map"}
+  %b = (bf16[4,8]{1,0}, bf16[1,4]{1,0}, s32[3]{0}) custom-call(%y, %v), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/mlp/shard_map/matmul_reduce_scatter/mpmd_map"}
+  %c = bf16[8,6]{1,0} custom-call(%x, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/attention/core/mpmd_map"}
+}
+"""  # noqa: E501
+
+
+def test_kernels_that_send_while_they_multiply_are_counted():
+    compiled = cast(jax.stages.Compiled, SimpleNamespace(as_text=lambda: PROGRAM))
+    found = exchanged(collectives_in_kernels(compiled), {"tensor": 2})
+    assert {
+        key: (each.array_bytes, each.sent_bytes, each.kinds) for key, each in found.items()
+    } == {
+        ("tensor", "gather"): (2 * 8 * 8, 8 * 8, {"all-gather in kernels"}),
+        ("tensor", "sum"): (2 * 8 * 8, 8 * 8, {"reduce-scatter in kernels"}),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None
+    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="compiling for GPUs needs the CUDA plugin: install the extra cuda",
+)
+@pytest.mark.parametrize(
+    ("mesh", "kinds"),
+    [
+        (("fsdp=2",), {"fsdp gather": "collective-permute", "fsdp sum": "collective-permute"}),
+        (
+            ("tensor=2", "--sequence-parallel"),
+            {"tensor gather": "all-gather in kernels", "tensor sum": "reduce-scatter in kernels"},
+        ),
+    ],
+)
+def test_the_step_compiled_for_two_h200s_is_the_one_that_runs_there(mesh, kinds):
+    """By copies over fsdp, in kernels over tensor; as many bytes and temporaries as planned."""
+    sizes = ("--devices", "2", "--batch", "8", "--length", "4096", "--compile", "gpu", "--json")
+    ended = subprocess.run(
+        [sys.executable, "-m", "jaxinfra", "plan", "llama32_1b", "--mesh", *mesh, *sizes],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout)["receipt"]
+    lines = {f"{line['axis']} {line['purpose']}": line for line in found["exchanged"]}
+    for name, kind in kinds.items():
+        assert kind in lines[name]["compiled"]["kinds"]
+        sides = [lines[name][side]["array_bytes"] for side in ("predicted", "compiled")]
+        assert math.isclose(*sides, rel_tol=0.025)  # embedding and final norm gather once more
+    temporaries = found["temporary_bytes"]
+    assert math.isclose(temporaries["predicted"], temporaries["compiled"], rel_tol=0.03)
 
 
 @pytest.mark.parametrize(

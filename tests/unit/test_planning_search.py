@@ -150,6 +150,9 @@ def test_pipeline_activations_do_not_grow_with_micro_batches():
         ("llama32_3b", {"batch": 2, "remat": Remat.FULL}, 14.38),
         ("llama32_1b", {"batch": 16, "fsdp": 4}, 16.06),
         ("llama32_1b", {"batch": 16, "fsdp": 4, "keep_gathered": True}, 17.61),
+        # Both as they run on two: by copies, in kernels.
+        ("llama32_1b", {"batch": 8, "fsdp": 2, "keep_gathered": True}, 18.46),
+        ("llama32_1b", {"batch": 8, "tensor": 2, "sequence_parallel": True}, 16.33),
         ("llama32_1b", {"batch": 2, "accumulation": 2, "remat": Remat.FULL}, 10.82),
     ],
 )
