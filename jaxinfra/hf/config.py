@@ -87,7 +87,8 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
         )
     named = {_plain_name(each) for each in architectures or ()}
     is_scored = _plain_name(family.classifier) in named
-    if named and _plain_name(family.architecture) not in named and not is_scored:
+    models = {_plain_name(each) for each in (family.architecture, family.saved_as or "")}
+    if named and not models & named and not is_scored:
         raise ConfigError(
             f"{model_type} config: architectures={architectures}: a language model, "
             f"{family.architecture}, or a reward model, {family.classifier}, is needed"

@@ -19,9 +19,22 @@ from jaxinfra.hf.shared import (
     decoder_keys,
     dense_block,
     layer_windows,
+    renamed,
     window_keys,
 )
-from jaxinfra.hf.weights import LLAMA, PHI3, Family, PredictionTable, joined_inputs, norm
+from jaxinfra.hf.weights import (
+    LLAMA,
+    PHI3,
+    Family,
+    PredictionTable,
+    WeightTable,
+    inward,
+    joined_inputs,
+    linear,
+    norm,
+    outside,
+    outward,
+)
 
 
 def read_llama(keys: Keys) -> ModelConfig:
@@ -42,6 +55,25 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
             f"{attention.num_q_heads}, which the reference asks of Llama"
         )
     return decoder_keys(config) | {"attention_bias": attention.out_bias, "mlp_bias": mlp.bias}
+
+
+_EXAONE_NAMES = {
+    "num_hidden_layers": "num_layers",
+    "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}
+
+
+def read_exaone(keys: Keys) -> ModelConfig:
+    """Reads EXAONE 3 and 3.5: Llama with other names."""
+    keys.require("num_key_value_heads")
+    names = {ours: theirs for ours, theirs in _EXAONE_NAMES.items() if keys.has(theirs)}
+    return read_llama(keys.named_as(**names))
+
+
+def write_exaone(config: ModelConfig) -> dict[str, Any]:
+    """Writes EXAONE 3; inverse of ``read_exaone``."""
+    return renamed(write_llama(config), **_EXAONE_NAMES)
 
 
 def read_mistral(keys: Keys) -> ModelConfig:
@@ -151,8 +183,26 @@ def write_phi3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+EXAONE = WeightTable(
+    layer_prefix="transformer.h.{}.",
+    layer=(
+        *norm("ln_1", "attention_norm"),
+        *norm("ln_2", "mlp_norm"),
+        *inward("attn.attention"),
+        *outward("attn.attention.out_proj"),
+        *linear("mlp.c_fc_0", "mlp/gate", "F D -> D F", "F -> F"),
+        *linear("mlp.c_fc_1", "mlp/up", "F D -> D F", "F -> F"),
+        *linear("mlp.c_proj", "mlp/down", "D F -> F D", "D -> D"),
+    ),
+    outside=outside("transformer.wte.weight", "transformer.ln_f"),
+    root="transformer.",
+)
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", read_llama, write_llama, LLAMA),
+    "exaone": Family(
+        "ExaoneForCausalLM", read_exaone, write_exaone, EXAONE, saved_as="LlamaForCausalLM"
+    ),
     "mistral": Family("MistralForCausalLM", read_mistral, write_mistral, LLAMA),
     "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2, LLAMA),
     "mimo": Family("MiMoForCausalLM", read_mimo, write_mimo, MIMO),

@@ -1,5 +1,5 @@
-"""Configs of further mixtures of experts, both ways: dots.1, Solar Open, K-EXAONE, MiniMax M2,
-ERNIE 4.5, Hunyuan and Phi-3.5.
+"""Configs of further mixtures of experts, both ways: dots.1, Solar Open, K-EXAONE, Hy3,
+MiniMax M2, ERNIE 4.5, Hunyuan and Phi-3.5.
 """
 
 import dataclasses
@@ -136,6 +136,47 @@ def write_exaone_moe(config: ModelConfig) -> dict[str, Any]:
     names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
     types = {"mlp_layer_types": mlp_layer_types(config)}
     return renamed(keys, **names) | exaone_windows(config) | types
+
+
+def read_hy_v3(keys: Keys) -> ModelConfig:
+    """Reads Hy3: norms of heads, sigmoid scores with a correction and a factor, a shared expert."""
+    keys = keys.named_as(n_shared_experts="num_shared_experts")
+    keys.require("num_key_value_heads", "head_dim")
+    for name in ("qk_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
+        keys.expect(name, (True, None), "this is so here")
+    keys.expect("route_norm", (True, None), "weights of chosen experts sum to 1 here")
+    width = keys.integer("moe_intermediate_size")
+    keys.expect("expert_hidden_dim", (width, None), "moe_intermediate_size says otherwise")
+    # Precision of sums, and multi-token prediction, which is left out.
+    keys.ignore("enable_moe_fp32_combine", "enable_attention_fp32_softmax", "enable_lm_head_fp32")
+    keys.ignore(*LOSSES, "num_nextn_predict_layers")
+    if not keys.has("mlp_layer_types"):
+        keys.expect("first_k_dense_replace", (1, None), "write mlp_layer_types")
+    dense = decoder_config(
+        keys,
+        default_theta=11_158_840.0,
+        attention_bias=keys.flag("attention_bias", False),
+        qk_norm=NormConfig(epsilon=keys.number("rms_norm_eps")),
+    )
+    routing = RoutingConfig(
+        scoring=Scoring.SIGMOID,
+        correction_bias=True,
+        scale=keys.number("router_scaling_factor", 2.826),
+    )
+    return read_experts_after_dense(keys, dense, routing, dense_by_default=1, has_types=True)
+
+
+def write_hy_v3(config: ModelConfig) -> dict[str, Any]:
+    """Writes Hy3; inverse of ``read_hy_v3``."""
+    attention, keys = sigmoid_keys(config)
+    names = {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "routed_scaling_factor": "router_scaling_factor",
+        **dict.fromkeys(("norm_topk_prob", "n_group", "topk_group")),
+    }
+    types = {"mlp_layer_types": mlp_layer_types(config)}
+    return renamed(keys, **names) | types | {"attention_bias": attention.out_bias}
 
 
 def read_minimax_m2(keys: Keys) -> ModelConfig:
@@ -366,6 +407,19 @@ EXAONE_MOE = dataclasses.replace(
     ignored=r"mtp\..*",
 )
 """Weights of K-EXAONE, whose multi-token prediction is left out."""
+HY_V3 = dataclasses.replace(
+    LLAMA,
+    layer=(
+        *LLAMA.layer,
+        *experts(
+            *("mlp", *PROJECTIONS),
+            shared="shared_mlp",
+            router="router.gate.weight",
+            correction="expert_bias",
+        ),
+    ),
+    extra_layers=True,
+)
 PHIMOE = dataclasses.replace(
     MIXTRAL, outside=(*OUTSIDE, rule("lm_head.bias", "logit_bias", "V -> V"))
 )
@@ -376,6 +430,7 @@ FAMILIES = {
         "SolarOpenForCausalLM", read_solar_open, write_solar_open, SIGMOID_EXPERTS
     ),
     "exaone_moe": Family("ExaoneMoeForCausalLM", read_exaone_moe, write_exaone_moe, EXAONE_MOE),
+    "hy_v3": Family("HYV3ForCausalLM", read_hy_v3, write_hy_v3, HY_V3),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", read_minimax_m2, write_minimax_m2, MINIMAX_M2),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", read_ernie_moe, write_ernie_moe, ERNIE_MOE),
     "hunyuan_v1_moe": Family(

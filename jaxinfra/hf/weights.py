@@ -65,6 +65,7 @@ class Family(NamedTuple):
     read: Callable[[Keys], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     weights: WeightTable | Callable[[ModelConfig], WeightTable]
+    saved_as: str | None = None  # the architecture that the reference implementation writes for it
 
     @property
     def classifier(self) -> str:

@@ -101,6 +101,8 @@ def test_steps_without_a_bound_are_read_as_older_releases_write_them(tmp_path):
         ("glm_moe_dsa", {"layer_types": ["deepseek_sparse_attention"] * 3}),  # of transformers 5.2
         ("exaone_moe", {"first_last_k_dense_replace": 1, "num_nextn_predict_layers": 1}),
         ("exaone_moe", {"is_moe_layer": [False, True, True, True]}),
+        ("exaone", {"embed_dropout": 0.0}),
+        ("hy_v3", {"qk_norm": True, "first_k_dense_replace": 1, "expert_hidden_dim": 16}),
         ("solar_open", {"intermediate_size": 10240, "first_k_dense_replace": 0}),
         ("glm4_moe_lite", {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0}),
     ],
@@ -469,6 +471,9 @@ def test_a_model_whose_layers_are_not_rotated_is_written():
         ("ernie4_5_moe", "use_bias", True, "implementations differ"),
         ("exaone_moe", "is_moe_layer", [True] * 4, "by other keys"),
         ("exaone_moe", "first_last_k_dense_replace", 2, "1 by other keys"),
+        ("exaone", "architectures", ["MistralForCausalLM"], "a language model, ExaoneForCausalLM"),
+        ("hy_v3", "qk_norm", False, "qk_norm=False: this is so here"),
+        ("hy_v3", "expert_hidden_dim", 24, "moe_intermediate_size says otherwise"),
         ("solar_open", "first_k_dense_replace", 1, "every layer has experts"),
         ("glm4_moe_lite", "scoring_func", "softmax", "scores of this architecture are sigmoid"),
         ("hunyuan_moe", "moe_topk", [1, 2], "alike"),

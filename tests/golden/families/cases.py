@@ -366,6 +366,32 @@ CASES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_parameters=_YARN,
     ),
+    "hy_v3": _case(
+        "hy_v3", head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3
+    ),
+    "hy_v3_odd": _case(
+        "hy_v3",
+        head_dim=12,
+        num_key_value_heads=1,
+        attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        moe_intermediate_size=16,
+        num_experts=5,
+        num_experts_per_tok=2,
+        num_shared_experts=2,
+        router_scaling_factor=0.7,
+        tie_word_embeddings=True,
+        rope_parameters=_LLAMA3,
+    ),
+    "exaone": _case("exaone", rope_parameters=_LLAMA3),
+    "exaone_odd": _case(
+        "exaone",
+        num_key_value_heads=1,
+        head_dim=12,
+        hidden_act="gelu",
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+    ),
     "exaone_moe": _case(
         "exaone_moe",
         num_hidden_layers=4,
