@@ -158,6 +158,8 @@ def read_falcon(keys: Keys) -> ModelConfig:
     is_new = keys.flag("new_decoder_architecture", False)
     is_parallel = is_new or keys.flag("parallel_attn", True)
     heads = keys.integer("num_attention_heads")
+    keys.expect("n_head", (heads, None), "num_attention_heads says otherwise")
+    keys.expect("n_layer", (keys.integer("num_hidden_layers"), None), "num_hidden_layers differs")
     if is_new:
         keys.expect("parallel_attn", (True, None), "the new architecture is side by side")
         keys.ignore("multi_query")

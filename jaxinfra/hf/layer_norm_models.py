@@ -93,7 +93,7 @@ def write_stablelm(config: ModelConfig) -> dict[str, Any]:
 
 def read_phi(keys: Keys) -> ModelConfig:
     """Reads Phi 1, 1.5 and 2: layers side by side behind one LayerNorm, biases everywhere."""
-    return decoder_config(
+    config = decoder_config(
         keys,
         norm=layer_norm(keys, "layer_norm_eps"),
         partial_rotary=True,
@@ -105,6 +105,11 @@ def read_phi(keys: Keys) -> ModelConfig:
         block={"branches": Branches.SHARED_NORM},
         model={"logit_bias": True},
     )
+    attention = config.blocks[0].mixer
+    assert attention.rope is not None, "every layer is rotated"
+    rotated = int(attention.rope.fraction * attention.head_dim)
+    keys.expect("rotary_dim", (rotated, None), f"partial_rotary_factor says {rotated}")
+    return config
 
 
 def write_phi(config: ModelConfig) -> dict[str, Any]:

@@ -366,7 +366,7 @@ def layer_windows(keys: Keys) -> tuple[int | None, ...]:
     """Returns each Qwen layer's window, from ``layer_types`` or else ``max_window_layers``."""
     use_windows = keys.flag("use_sliding_window", False)
     if use_windows:
-        keys.require("sliding_window", "max_window_layers")
+        keys.require("sliding_window", *(() if keys.has("layer_types") else ("max_window_layers",)))
     window = keys.integer("sliding_window", None)
     start = keys.integer("max_window_layers", None)
     types = keys.sequence("layer_types", None)

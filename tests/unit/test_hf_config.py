@@ -183,6 +183,13 @@ def test_gpt_oss_says_how_positions_are_scaled(scaling):
     assert to_hf_config(config, model_type="gpt_oss")["rope_scaling"] == {"rope_type": "default"}
 
 
+def test_named_windows_need_no_first_layer_with_one():
+    named = without("qwen2", "max_window_layers")
+    assert from_hf_config(named) == from_hf_config(values("qwen2"))
+    with pytest.raises(ConfigError, match="'max_window_layers' is missing"):
+        from_hf_config(without("qwen2", "max_window_layers", "layer_types"))
+
+
 def test_windows_by_layer():
     assert [block.mixer.window for block in from_hf_config(values("gemma2")).blocks] == [
         7,
