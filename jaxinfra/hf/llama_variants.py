@@ -186,6 +186,9 @@ def read_exaone4(keys: Keys) -> ModelConfig:
     """Reads EXAONE 4: norms after each layer only; of layers with and without window, the latter
     are not rotated.
     """
+    # Of EXAONE 4.5's multi-token prediction, which is left out.
+    keys.ignore("_num_mtp_layers", "num_nextn_predict_layers", "mtp_loss_scaling_factor")
+    keys.ignore("mtp_share_layers")
     return exaone_decoder(keys, block={"norm_placement": NormPlacement.POST})
 
 
@@ -395,6 +398,7 @@ EXAONE4 = dataclasses.replace(
         *norm("post_feedforward_layernorm", "mlp_post_norm"),
         *(*QKV, *OUT, *QK_NORM, *MLP),
     ),
+    ignored=r"mtp\..*",
 )
 HUNYUAN_ATTENTION = (
     *(*PRE_NORMS, *QKV, *OUT),

@@ -24,6 +24,8 @@ _TEXT_TYPES = {
     "qwen3_5": None,
     "qwen3_5_moe": None,
     "kimi_k25": None,
+    "lfm2_vl": None,
+    "exaone4_5": "exaone4",
 }
 # Of text_configs that are published without them; all releases of the reference have these.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -42,6 +44,7 @@ _OWN_TYPES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "exaone4_5_text": "exaone4",
 }
 _OTHERS = (
     "visual|vision_tower|vision_model|multi_modal_projector|mm_projector|embed_vision|audio_tower"

@@ -102,6 +102,9 @@ def test_steps_without_a_bound_are_read_as_older_releases_write_them(tmp_path):
         ("exaone_moe", {"first_last_k_dense_replace": 1, "num_nextn_predict_layers": 1}),
         ("exaone_moe", {"is_moe_layer": [False, True, True, True]}),
         ("exaone", {"embed_dropout": 0.0}),
+        ("phi", {"rotary_dim": 4}),  # Phi 1
+        ("falcon_odd", {"n_head": 4, "n_layer": 2}),
+        ("exaone4", {"_num_mtp_layers": 1, "mtp_share_layers": True}),  # EXAONE 4.5
         ("hy_v3", {"qk_norm": True, "first_k_dense_replace": 1, "expert_hidden_dim": 16}),
         ("solar_open", {"intermediate_size": 10240, "first_k_dense_replace": 0}),
         ("glm4_moe_lite", {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0}),
@@ -471,6 +474,8 @@ def test_a_model_whose_layers_are_not_rotated_is_written():
         ("ernie4_5_moe", "use_bias", True, "implementations differ"),
         ("exaone_moe", "is_moe_layer", [True] * 4, "by other keys"),
         ("exaone_moe", "first_last_k_dense_replace", 2, "1 by other keys"),
+        ("phi", "rotary_dim", 8, "partial_rotary_factor says 4"),
+        ("falcon_odd", "n_head", 3, "num_attention_heads says otherwise"),
         ("exaone", "architectures", ["MistralForCausalLM"], "a language model, ExaoneForCausalLM"),
         ("hy_v3", "qk_norm", False, "qk_norm=False: this is so here"),
         ("hy_v3", "expert_hidden_dim", 24, "moe_intermediate_size says otherwise"),
@@ -597,6 +602,8 @@ def inputs_first(tensors):
         ("qwen2_vl", "qwen2", "model.language_model."),
         ("qwen3_vl_moe", "qwen3_moe", "model.language_model."),
         ("kimi_k25", "deepseek_v3", "language_model.model."),
+        ("lfm2_vl", "lfm2", "model.language_model."),
+        ("exaone4_5", "exaone4", "model.language_model."),
     ],
 )
 def test_the_text_part_of_a_model_of_images_is_read(whole, inner, root, tmp_path):
@@ -614,7 +621,8 @@ def test_the_text_part_of_a_model_of_images_is_read(whole, inner, root, tmp_path
     stored = load_file(source / "model.safetensors")
     stored = inputs_first(stored) if whole == "qwen3_vl_moe" else stored
     tensors = {name.replace("model.", root, 1): value for name, value in stored.items()}
-    tensors |= dict.fromkeys(("vision_tower.patches.weight", "mm_projector.0.bias"), np.ones(2))
+    others = ("vision_tower.patches.weight", "mm_projector.0.bias", "mtp.norm.weight")
+    tensors |= dict.fromkeys(others[: 3 if whole == "exaone4_5" else 2], np.ones(2))
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     plain, found = load_pretrained(source), load_pretrained(tmp_path)
