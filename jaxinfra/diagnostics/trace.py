@@ -177,7 +177,7 @@ def scope_of(op_name: str) -> str:
 _COLLECTIVE = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?!.*fusion)"
 _KINDS = (
     # What is fused behind one, and named after it, computes.
-    # XLA's permutes by copies between GPUs are the only ones from peer to peer.
+    # The only copies from peer to peer are XLA's permutes.
     ("collective", rf"nccl|memcpyp2p|{_COLLECTIVE}"),
     ("copy", r"memcpy|memset|dynamic_update_slice|copy"),
     ("matmul", r"nvjet|gemm|cutlass|xmma|cublas"),
@@ -254,7 +254,7 @@ class CollectiveAxes:
         if axes := self._by_name.get(event.hlo_op) or self._by_name.get(event.started_by):
             return axes
         found = _KIND.search(event.hlo_op.replace("_", "-"))
-        is_copy = event.kernel == "MemcpyP2P"  # which names no permute
+        is_copy = event.kernel == "MemcpyP2P"  # a trace names no permute of it
         kind = found[0] if found else "collective-permute" if is_copy else ""
         if axes := self._by_place.get((kind, event.op_name)):
             return axes

@@ -1,4 +1,5 @@
-"""Decode steps that compute all layers at once: in one launch on a Hopper GPU, or on several.
+"""Decode steps of all layers at once on Hopper GPUs: of one row in one launch, also over several
+GPUs, and of several rows by kernels that add the GPUs' rows.
 
 Dims: B batch, T position, D model width, R row of a step, H head width.
 """
@@ -102,7 +103,7 @@ def decode_rows(
     rope: tuple[jax.Array, jax.Array],
     axis: str,
 ) -> DecodedLayers | None:
-    """Computes all layers for one token of several rows, which devices of an axis share.
+    """Computes all layers for one token of each of several rows; devices of an axis share layers.
 
     Kernels are those of one device. Behind the output and down projections, GPUs write their
     partial rows to one another: 2 R D bytes of each to each other GPU, twice a layer.

@@ -73,7 +73,7 @@ class GatheredWeight:
 
     share: Float[Array, "..."]  # this device's shard; receives the gradient
     value: Float[Array, "..."]  # the whole weight in the compute dtype; receives no gradient
-    # Where gradients of N devices are summed by copies, this receives the gradient, of each apart.
+    # Where N devices sum gradients by copies: it receives each device's own, in place of ``share``.
     by_device: Float[Array, "N ..."] | None = None
 
 
@@ -253,7 +253,7 @@ def weight_gradient(
 ) -> jax.Array:
     """Computes the gradient of the weight of ``einsum(spec, x, weight)``, in ``share``'s dtype.
 
-    For a share [N, ...] it is [N, ...]: of the batch's N parts apart.
+    A share with one dim more than the weight, [N, ...], gets the gradients of N parts of the batch.
     """
     operands, out_dims = spec.split("->")
     x_dims, weight_dims = operands.split(",")

@@ -1,4 +1,4 @@
-"""Weights gathered and gradients summed by copies between the memories of a process' two GPUs.
+"""Gathers weights and sums gradients by copies between the memories of a process's two GPUs.
 
 NCCL's kernels occupy SMs that a matmul beside them would use. A copy from one GPU's memory to
 another's is made by DMA engines, and occupies none. XLA sends a collective-permute by such a copy
@@ -17,7 +17,7 @@ from jaxinfra.parallel.place import Placement
 def copying_axis(placement: Placement) -> str | None:
     """Returns the mesh axis over which a step sends by copies, if there is one.
 
-    It is ``fsdp`` of two GPUs of one process, without any other axis. More GPUs were not measured.
+    It is ``fsdp``, on a mesh of two GPUs of one process. More GPUs were not measured.
     """
     mesh, axis = placement.mesh, MeshAxis.FSDP
     if not isinstance(mesh, Mesh) or mesh.size != 2 or mesh.shape[axis] != 2:
@@ -33,7 +33,9 @@ def _are_gpus_of_one_process(mesh: Mesh) -> bool:
 
 @jax.named_scope("gather_by_copies")
 def gather_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
-    """Gathers all devices' blocks side by side along ``dim``. Sends D (N-1), inside ``shard_map``.
+    """Gathers all devices' blocks side by side along ``dim``, inside ``shard_map``.
+
+    Each of N devices sends D (N-1) bytes.
 
     Args:
         x: this device's block, of any shape and dtype, of D bytes.
@@ -49,12 +51,12 @@ def gather_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
 
 @jax.named_scope("scatter_sum_by_copies")
 def scatter_sum_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
-    """Sums over devices; device i gets the i-th of N parts along ``dim``. Sends D (N-1)/N.
+    """Sums over devices; device i gets the i-th of N parts along ``dim``, inside ``shard_map``.
 
-    Each device sums in the order of the ring, from its own part on.
+    Each device sends D (N-1)/N bytes, and sums in the order of the ring, from its own part on.
 
     Args:
-        x: this device's summand, of any shape and dtype, of D bytes; inside ``shard_map``.
+        x: this device's summand, of any shape and dtype, of D bytes.
     """
     count, me, size = num_devices(axis), rank(axis), x.shape[dim] // num_devices(axis)
 
@@ -69,7 +71,7 @@ def scatter_sum_by_copies(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
 
 
 def _shifted(x: jax.Array, axis: str, step: int) -> jax.Array:
-    """The array of the device ``step`` places before this one in the ring."""
+    """Returns the array of the device ``step`` places before this one in the ring."""
     count = num_devices(axis)
     pairs = [(source, (source + step) % count) for source in range(count)]
     return x if step == 0 else jax.lax.ppermute(x, axis, pairs)

@@ -82,7 +82,7 @@ def execution_on(
     gather = None
     if keep_gathered and placement is not None:
         gather = WeightAllGather(placement=placement, compute=policy.compute)
-    # Products in 8 bits gather the stream as codes.
+    # Products in 8 bits gather the stream as codes, and not within kernels.
     is_plain = not policy.is_exact and policy.recipe(Site.PROJECTION).fp8 is None
     return Execution(
         policy=policy,

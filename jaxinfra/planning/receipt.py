@@ -106,7 +106,7 @@ def _load(library: str) -> Any:
 
 
 def _description(device: Device, cuda: int) -> str:
-    # XLA puts calls into CUDA graphs only if it knows versions that can have them there.
+    # XLA puts calls of libraries into CUDA graphs only if it is told versions that can do so.
     version = f"{cuda // 1000}.{cuda % 1000 // 10}.0"
     return f"""
 gpu_device_info {{
@@ -360,7 +360,7 @@ def exchanged(
     is divided by the sizes of the axes before it, so the total of bytes sent is unchanged. An
     exchange of expert tokens counts for the expert axis, or for its nodes. Other calls over a part
     of an axis count for that axis. Permutes by which weights are gathered or gradients summed count
-    as what they do.
+    as gathers or sums.
 
     Args:
         mesh: axis sizes in mesh order, with the expert axis last.

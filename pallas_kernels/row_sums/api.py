@@ -25,7 +25,7 @@ MOST_ROWS = 256
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowMailbox:
-    """Memory of this device that the other devices of an axis write rows to, for one program.
+    """Memory of this device that all devices of an axis write rows to, for one program.
 
     Each call of ``sum_rows`` returns the mailbox for the next one.
     """
@@ -58,7 +58,7 @@ def open_mailbox(
     Args:
         rows, width, dtype: shape and dtype of the rows of every call.
         axis: mesh axis whose devices add.
-        implementation: as in ``sum_rows``.
+        implementation: "hopper", the kernel, or "reference", plain JAX.
 
     Raises:
         UnsupportedError: the kernel cannot add such rows.
