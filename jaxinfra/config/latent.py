@@ -8,9 +8,13 @@ from jaxinfra.config.rope import RopeConfig, RopePairs, check_rope
 from jaxinfra.errors import ConfigError
 
 INDEXER_PARAMETERS = (
-    *("query/weight", "key/weight", "key_norm/scale", "key_norm/bias", "head_weight/weight"),
+    "query/weight",
+    "key/weight",
+    "key_norm/scale",
+    "key_norm/bias",
+    "head_weight/weight",
 )
-"""Paths of an indexer's parameters, behind its own."""
+"""Paths of an indexer's parameters, relative to the indexer."""
 
 
 @record

@@ -123,7 +123,7 @@ class PageAllocator:
 
 
 _LOOKED_AT = 64  # children, the newest, that may share a part of a page
-_SHARED = 4  # part of a page, one of so many, from which it is shared
+_LEAST_SHARED = 0.25  # of a page's tokens, to copy it
 
 type TokenBlock = tuple[int, ...]
 
@@ -235,8 +235,8 @@ class PrefixTree:
         """Returns the child whose block shares most leading tokens with ``rest``, and how many;
         None if they are few.
         """
-        # To copy a page costs more than to compute few tokens of it, unless they are all there are.
-        best, most = None, min(len(rest), self._size // _SHARED) - 1
+        # Copying a page costs more than computing a few tokens, unless they are all of ``rest``.
+        best, most = None, min(len(rest), int(self._size * _LEAST_SHARED)) - 1
         for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):
             common = 0
             for one, other in zip(block, rest, strict=False):

@@ -332,9 +332,9 @@ class CompletionForm(AnswerForm):
                 len(self._echoes[place]) - len(whole),
             )
         offsets = []
-        for place, token in enumerate([*part.prompt, *part.tokens]):
+        for i, token in enumerate([*part.prompt, *part.tokens]):
             offsets.append(max(length, 0))
-            if place < len(part.prompt) or token not in self._silent:
+            if i < len(part.prompt) or token not in self._silent:
                 length += len(decoder.push(token))
         self._texts[index] = decoder, length
         return offsets
