@@ -328,8 +328,14 @@ def describe(
     Args:
         devices: absent devices, of which programs can be compiled; by default those that are here.
     """
-    kept: dict[str, Any] = {"policy": policy, "step": step, "mesh": mesh}
-    return _load(Path(path), **kept, read=WeightReading.SHAPES, devices=devices)
+    return _load(
+        Path(path),
+        policy=policy,
+        step=step,
+        mesh=mesh,
+        read=WeightReading.SHAPES,
+        devices=devices,
+    )
 
 
 class WeightReading(enum.Enum):

@@ -36,7 +36,7 @@ _TRACEABLE_ON_GPU: Options = {"xla_gpu_enable_command_buffer": ""}
 
 
 def compiler_options(
-    config: RunConfig, *, on_gpu: bool, traceable: bool, by_copies: bool = False
+    config: RunConfig, *, on_gpu: bool, traceable: bool, by_copies: bool
 ) -> Options | None:
     """Returns a training step's XLA options: measured defaults, overridden by the config's; None
     for none.

@@ -21,19 +21,15 @@ def again(words: list[Any], place: Any) -> list[Any]:
     count = len(words)
     copied = [f"mov.b32 ${i}, ${count + 1 + i};" for i in range(count)]
     seen = [f"setp.eq.or.u32 late, ${i}, {NOT_YET}, late;" for i in range(1, count)]
-    load = (
-        "ld.relaxed.sys.global.b32 $0"
-        if count == 1
-        else ("ld.relaxed.sys.global.v4.b32 {$0,$1,$2,$3}")
-    )
+    single = count == 1
+    size, loaded = ("b32", "$0") if single else ("v4.b32", "{$0,$1,$2,$3}")
     lines = [
         "{", ".reg .pred late;", ".reg .pred over;", ".reg .b32 left;", *copied,
         f"mov.u32 left, {_MOST_LOADS};", "AGAIN:", f"setp.eq.u32 late, $0, {NOT_YET};", *seen,
         "@!late bra DONE;", "sub.u32 left, left, 1;", "setp.eq.u32 over, left, 0;", "@over trap;",
-        f"{load}, [${count}];", "bra AGAIN;", "DONE:", "}",
+        f"ld.relaxed.sys.global.{size} {loaded}, [${count}];", "bra AGAIN;", "DONE:", "}",
     ]  # fmt: skip
     kinds = ",".join(["=r"] * count + ["l"] + ["r"] * count + ["~{memory}"])
-    single = count == 1
     kind = i32() if single else llvm.StructType.get_literal([i32()] * count)
     found = assembly(kind, [place, *words], "\n".join(lines), kinds, pure=False)
     return [found] if single else [llvm.extractvalue(i32(), found, [i]) for i in range(count)]

@@ -1,6 +1,5 @@
 """Sums of few rows over the GPUs of a mesh axis, in one hop over NVLink."""
 
-from .api import MOST_ROWS as MOST_ROWS
 from .api import RowMailbox as RowMailbox
 from .api import RowSumsImplementation as RowSumsImplementation
 from .api import SummedRows as SummedRows

@@ -2,11 +2,11 @@
 
 A mailbox has two slots, which calls use in turn. Words hold ``NOT_YET`` until a peer's numbers
 arrive, so readers need no barrier: they load again what has not arrived, and then put ``NOT_YET``
-back. A peer writes to a slot again only behind the call after the one that read it, so behind all
-of that reader's stores.
+back. A peer writes to a slot again two calls later, once it has this GPU's rows of the call in
+between. This GPU sent those after it had put ``NOT_YET`` back.
 
 Kernels find peers' mailboxes at addresses that ``open_mailbox`` stores in device memory when it
-runs. So calls behind it are ordinary kernels without a barrier of the GPUs, and CUDA graphs may
+runs. So the calls after it are ordinary kernels without a barrier of the GPUs, and CUDA graphs may
 replay them whatever addresses peers' arrays have.
 
 Dims: D device, R row, N column.
@@ -38,6 +38,7 @@ from pallas_kernels.hopper.threads import (
     constant,
     from_lane_xor,
     global_place,
+    i32,
     loaded,
     number,
     packed_pair,
@@ -155,7 +156,7 @@ class SumKernel:
         threads, per_row = mgpu_utils.thread_idx(), self.width // _VECTOR
         mine = [total(threads, constant(i * self.threads)) for i in range(self.vectors)]
         at = [total((row, per_row), vector) for vector in mine]
-        rank = loaded_one("ld.global.nc.b32", global_place(table, constant(2 * self.devices), 4))
+        rank = _rank(table, self.devices)
         peers = [_address(table, constant(peer)) for peer in range(self.devices)]
         own = _address(table, rank)
         moved = arith.cmpi(arith.CmpIPredicate.ne, own.value, address_of(words).value)
@@ -211,7 +212,7 @@ class SumKernel:
         parts = []
         for place, quad in zip(places, found, strict=True):
             parts.append(self.numbers(again(quad, place)))
-            _write(place, [constant(2**32 + NOT_YET)] * 4)
+            _write(place, [constant(NOT_YET)] * 4)
         sums = [functools.reduce(arith.addf, each) for each in zip(*parts, strict=True)]
         return [arith.addf(a, b) for a, b in zip(before, sums, strict=True)]
 
@@ -279,10 +280,10 @@ def sum_rows_hopper(
     return found["x"], found.get("normed", found["x"])
 
 
-def loaded_one(instruction: str, place: Any) -> Any:
-    """Loads a 32-bit word from global memory."""
-    i32 = ir.IntegerType.get_signless(32)
-    return assembly(i32, [place], f"{instruction} $0, [$1];", "=r,l", pure=False)
+def _rank(table: Any, devices: int) -> Any:
+    """Loads this device's index from the table, which has it behind the addresses."""
+    place = global_place(table, constant(2 * devices), 4)
+    return assembly(i32(), [place], "ld.global.nc.b32 $0, [$1];", "=r,l", pure=False)
 
 
 def _address(table: Any, which: Any) -> Address:
@@ -313,5 +314,5 @@ def _write(place: Any, words: list[Any]) -> None:
 
 def _sent(word: Any) -> Any:
     """Returns two numbers as they are sent: never with the bits of ``NOT_YET``."""
-    unlike = arith.cmpi(arith.CmpIPredicate.ne, word, constant(2**32 + NOT_YET))
+    unlike = arith.cmpi(arith.CmpIPredicate.ne, word, constant(NOT_YET))
     return arith.select(unlike, word, constant(_PLAIN_NAN))

@@ -142,7 +142,10 @@ def test_permutes_go_by_dma_engines_where_the_step_sends_by_copies():
 
 
 def on_gpu(config, *, traceable=False):
-    return xla_options.compiler_options(config, on_gpu=True, traceable=traceable) or {}
+    return (
+        xla_options.compiler_options(config, on_gpu=True, traceable=traceable, by_copies=False)
+        or {}
+    )
 
 
 @pytest.mark.parametrize(
