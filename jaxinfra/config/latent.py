@@ -128,3 +128,8 @@ class LatentAttentionConfig:
             arrays=tuple(CachedArray(name=n, shape=(w,), dims=(None,)) for n, w in arrays),
             window=self.window,
         )
+
+
+def indexer_of(mixer: object) -> IndexerConfig | None:
+    """Returns the indexer of a layer's mixer; None if it has none."""
+    return mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None

@@ -8,7 +8,7 @@ from jaxinfra.axes import MeshAxis
 from jaxinfra.config.data import PAIRED, DataFormat, TokenizerKind
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.kinds import Head
-from jaxinfra.config.latent import INDEXER_PARAMETERS
+from jaxinfra.config.latent import INDEXER_PARAMETERS, indexer_of
 from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.model import (
     AttentionBesideStateConfig,
@@ -273,7 +273,7 @@ def _validate_indexers(run: RunConfig) -> None:
     blocks = [(f"blocks/{i}", block) for i, block in enumerate(run.model.blocks)]
     blocks += [("mtp/block", run.model.mtp_part.blocks[0])] if run.model.mtp else []
     for at, block in blocks:
-        if not isinstance(block.mixer, LatentAttentionConfig) or block.mixer.indexer is None:
+        if indexer_of(block.mixer) is None:
             continue
         for name in INDEXER_PARAMETERS:
             path = f"{at}/attention/indexer/{name}"

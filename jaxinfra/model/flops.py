@@ -8,6 +8,7 @@ not count (PaLM, arXiv 2204.02311, appendix B), and packed documents count as on
 
 from collections.abc import Iterable
 
+from jaxinfra.config.latent import indexer_of
 from jaxinfra.config.model import (
     AttentionBesideStateConfig,
     LatentAttentionConfig,
@@ -45,8 +46,8 @@ def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> 
 
 
 def _seen(mixer: MixerConfig, length: int, start: int) -> int | None:
-    """The most keys that scores are computed of per query; None: all visible ones."""
-    indexer = mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None
+    """Returns the most keys per query of which scores are computed; None: all visible ones."""
+    indexer = indexer_of(mixer)
     if indexer is not None and start and reads_chosen(indexer, length, start + length):
         return indexer.top_k
     return mixer.window
@@ -72,8 +73,7 @@ def index_flops(config: ModelConfig, length: int, *, start: int = 0) -> float:
     """
     flops = 0.0
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
-        mixer = block.mixer
-        indexer = mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None
+        indexer = indexer_of(block.mixer)
         if indexer is not None and start + length > indexer.top_k:
             pairs = visible_pairs(length, start=start)
             flops += repeats * 2.0 * pairs * indexer.num_heads * indexer.head_dim

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from jaxinfra.axes import EMBED, EXPERTS, LATENT, MLP
-from jaxinfra.config.latent import IndexerConfig
+from jaxinfra.config.latent import IndexerConfig, indexer_of
 from jaxinfra.config.mesh import EXPERT, NODES
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.recurrent import GatedDeltaConfig, RecurrentConfig
@@ -235,8 +235,7 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
 
 def active_indexer(layer: LayerKind, layout: Layout) -> IndexerConfig | None:
     """Returns the layer's indexer; None where sequences are too short for it to leave keys out."""
-    mixer = layer.mixer
-    indexer = mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None
+    indexer = indexer_of(layer.mixer)
     return None if indexer is None or indexer.top_k >= layout.length else indexer
 
 
