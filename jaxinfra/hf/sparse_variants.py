@@ -143,7 +143,7 @@ def read_hy_v3(keys: Keys) -> ModelConfig:
     keys = keys.named_as(n_shared_experts="num_shared_experts")
     keys.require("num_key_value_heads", "head_dim")
     for name in ("qk_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
-        keys.expect(name, (True, None), "this is so here")
+        keys.expect(name, (True, None), "it is true in every Hy3 that is read")
     keys.expect("route_norm", (True, None), "weights of chosen experts sum to 1 here")
     width = keys.integer("moe_intermediate_size")
     keys.expect("expert_hidden_dim", (width, None), "moe_intermediate_size says otherwise")

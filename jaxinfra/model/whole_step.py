@@ -1,4 +1,4 @@
-"""A decode step that computes all layers in one kernel call, ``Execution.decode_layers``.
+"""A decode step that computes all layers in one call of ``Kernels.decode_layers``.
 
 Dims: B batch, T position, D model width.
 """
@@ -33,7 +33,7 @@ from jaxinfra.ops.quantized import QuantizedWeight
 
 
 def can_be_whole(config: ModelConfig) -> bool:
-    """Tells whether the kernel that computes all layers in one launch supports this model."""
+    """Tells whether the kernels that compute all layers in one call support this model."""
     block, *others = config.blocks
     mixer, fed, norm = block.mixer, block.feed_forward, block.norm
     if isinstance(config, DraftedConfig):  # its head reads the stream between layers
@@ -63,10 +63,10 @@ def whole_step(
     ropes: Sequence[RopeTable | None],
     cache: KVCache | None,
 ) -> LayerOutput | None:
-    """Computes all layers of a one-token step in one launch; None if the kernel cannot."""
+    """Computes all layers of a step of one token per row in one call; None if no kernels can."""
     is_served = execution.decode_form is not None and execution.decode_form.packed
-    in_one_launch = execution.kernels.decode_layers
-    if in_one_launch is None or not is_served or execution.statistics or cache is None:
+    decode_layers = execution.kernels.decode_layers
+    if decode_layers is None or not is_served or execution.statistics or cache is None:
         return None
     if not can_be_whole(config):
         return None
@@ -79,7 +79,7 @@ def whole_step(
     attention = block.attention
     assert isinstance(attention, GroupedAttention), "can_be_whole"
     seen = in_layer(before, before.arrays, np.zeros((), np.int32))
-    done = in_one_launch(
+    done = decode_layers(
         x_BTD,
         weights,
         seen.pages(),

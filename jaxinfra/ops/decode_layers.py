@@ -106,7 +106,7 @@ def decode_rows(
     """Computes all layers for one token of each of several rows; devices of an axis share layers.
 
     Kernels are those of one device. Behind the output and down projections, GPUs write their
-    partial rows to one another: 2 R D bytes of each to each other GPU, twice a layer.
+    partial rows to one another: twice per layer, each sends 2 R D bytes to each other GPU.
 
     Args:
         layers, pages, axis: as in ``decode_layers``.

@@ -477,7 +477,7 @@ def test_a_model_whose_layers_are_not_rotated_is_written():
         ("phi", "rotary_dim", 8, "partial_rotary_factor says 4"),
         ("falcon_odd", "n_head", 3, "num_attention_heads says otherwise"),
         ("exaone", "architectures", ["MistralForCausalLM"], "a language model, ExaoneForCausalLM"),
-        ("hy_v3", "qk_norm", False, "qk_norm=False: this is so here"),
+        ("hy_v3", "qk_norm", False, "qk_norm=False: it is true in every Hy3"),
         ("hy_v3", "expert_hidden_dim", 24, "moe_intermediate_size says otherwise"),
         ("solar_open", "first_k_dense_replace", 1, "every layer has experts"),
         ("glm4_moe_lite", "scoring_func", "softmax", "scores of this architecture are sigmoid"),
