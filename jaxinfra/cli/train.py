@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options that say what a run computes, which ``config_of`` reads."""
-    parser.set_defaults(resume=None, run=None)
+    parser.set_defaults(resume=None, run=None)  # for commands without these options
     parser.add_argument("preset", nargs="?", help="name of a preset (default: tiny)")
     parser.add_argument(
         "--config",

@@ -157,7 +157,7 @@ class ShardedDecodeLayers:
             each.name: place.spec((None, None, *each.dims))
             for each in config.cache.stored_as(pages.format).arrays
         }
-        taken = []  # what a device's shapes are is known inside
+        taken = []  # only inside it is known whether kernels take a device's shapes
 
         def local(x, layers, arrays, tables, positions, rope) -> DecodedLayers:
             pages_of_device = dataclasses.replace(pages, arrays=arrays, tables_BM=tables)

@@ -326,7 +326,7 @@ def describe(
     """Returns what ``load`` returns, with shapes in place of weights; reads headers only.
 
     Args:
-        devices: absent devices, of which programs can be compiled; by default those that are here.
+        devices: absent devices, for which programs can be compiled; by default those that are here.
     """
     return _load(
         Path(path),

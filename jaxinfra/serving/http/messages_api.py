@@ -151,7 +151,7 @@ def _messages(message: dict[str, Any], *, where: str) -> list[dict[str, Any]]:
                     )
         except KeyError as error:
             raise DataError(f"{where}: a block {kind!r} has no {error}") from error
-    between = "\n" if role == "user" else ""  # as of chat completions; the model's own go on
+    between = "\n" if role == "user" else ""  # as in chat completions; the model's own text is one
     said: dict[str, Any] = {"role": role, "content": between.join(texts) or None}
     said |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
     said |= {"tool_calls": calls} if calls else {}

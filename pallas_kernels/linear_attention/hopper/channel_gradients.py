@@ -350,7 +350,7 @@ class _ChannelGradients:
         return levels.diagonal(products) * load_gate(smem.gates, Gate.BETA, row_layout())
 
     def weights_of_read(self, smem, products: jax.Array) -> jax.Array:
-        """Computes dP or dN of the products of readers (rows) with values, but of own ones."""
+        """Computes dP or dN of products of readers (rows) with values, without each token's own."""
         beta = load_gate(smem.gates, Gate.BETA, column_layout())
         products *= lax.broadcast_in_dim(beta, products.shape, [1])
         first = load_gate(smem.gates, Gate.FIRST, row_layout())
