@@ -17,7 +17,7 @@ class Facts:
     is_gpu: bool
     capability: tuple[int, int] | None = None  # NVIDIA's compute capability: (9, 0) is Hopper
     cuda: int | None = None  # 1000 * major + 10 * minor: 13000 for CUDA 13.0
-    is_absent: bool = False  # compiled for on a machine without it
+    is_absent: bool = False  # programs for it are compiled to be run elsewhere
 
     @property
     def slug(self) -> str:

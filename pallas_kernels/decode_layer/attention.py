@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.each_thread import each_thread, splat
 from pallas_kernels.hopper.mosaic import arith, plgpu
 from pallas_kernels.hopper.slots import COPIED, Slots
 from pallas_kernels.hopper.thread_registers import ThreadRegisters
@@ -25,7 +26,7 @@ from pallas_kernels.hopper.threads import assembly, constant, global_place, i32,
 
 from .attention_threads import HeadSizes
 from .config import WIDTH
-from .per_thread import COPIED_ROWS, copied_place, each_thread, row_place, splat
+from .per_thread import COPIED_ROWS, copied_place, row_place
 
 
 class KeyPlan(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 
+from pallas_kernels.hopper.each_thread import warp_and_lane
 from pallas_kernels.hopper.grid import meet_in_block
 from pallas_kernels.hopper.machine import LANES
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils
@@ -37,7 +38,7 @@ from pallas_kernels.hopper.tile import LOG2E
 
 from .config import DEPTH, SLICES, THREADS, WIDTH, WorkSplit
 from .inputs import QUAD, Columns, Rows, added, load_quad, place_of, quads, store_quad
-from .per_thread import below, row_place, thread_anew, warp_and_lane
+from .per_thread import below, row_place, thread_anew
 
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common import device
 from pallas_kernels.common.row_inputs import RmsNorm
+from pallas_kernels.hopper.each_thread import each_thread
 from pallas_kernels.hopper.grid import GridBarrier, meet_in_block
 from pallas_kernels.hopper.launch import launch, references
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
@@ -27,7 +28,6 @@ from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import GROUPS, SLICES, THREADS, TileForm, WorkSplit, num_stages
 from .peers import SharedSums
-from .per_thread import each_thread
 from .reference import WEIGHTS, KeyAndValuePools, LayersCall, LayerWeights
 from .stream import Product, QuantizedTile, TileStream
 

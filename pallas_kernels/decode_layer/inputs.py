@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 
 from pallas_kernels.common.row_inputs import RmsNorm
+from pallas_kernels.hopper.each_thread import warp_and_lane
 from pallas_kernels.hopper.grid import meet_in_block
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils
 from pallas_kernels.hopper.threads import (
@@ -33,7 +34,7 @@ from pallas_kernels.hopper.threads import (
 
 from . import peers
 from .config import SLICES, THREADS, WorkSplit
-from .per_thread import below, thread_anew, warp_and_lane
+from .per_thread import below, thread_anew
 
 _LANE_BITS = (16, 8, 4, 2, 1)
 QUAD = 4

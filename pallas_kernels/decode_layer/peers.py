@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.arrivals import NOT_YET, again
+from pallas_kernels.hopper.arrivals import NOT_YET, await_words
+from pallas_kernels.hopper.each_thread import each_thread
 from pallas_kernels.hopper.grid import meet_in_block
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.threads import (
@@ -29,7 +30,7 @@ from pallas_kernels.hopper.threads import (
 )
 
 from .config import THREADS, WIDTH, WorkSplit
-from .per_thread import each_thread, thread_anew
+from .per_thread import thread_anew
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,7 @@ def wait_for_units(parts: Any, split: WorkSplit) -> None:
     load = "ld.relaxed.sys.global.b32 $0, [$1];"
     found = [assembly(i32(), [place], load, "=r,l", pure=False) for place in places]
     for word, place in zip(found, places, strict=True):
-        again([word], place)
+        await_words([word], place)
     meet_in_block(THREADS)
 
 
@@ -114,5 +115,5 @@ def arrived(quad: list[Any], place: Any) -> list[Any]:
     Args:
         quad: four fp32 numbers that were loaded from there.
     """
-    found = again([arith.bitcast(i32(), x) for x in quad], place)
+    found = await_words([arith.bitcast(i32(), x) for x in quad], place)
     return [arith.bitcast(ir.F32Type.get(), word) for word in found]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir import ir
 
+from pallas_kernels.hopper.each_thread import each_thread, splat, warp_and_lane
 from pallas_kernels.hopper.grid import meet_in_block
 from pallas_kernels.hopper.machine import LANES, WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
@@ -51,13 +52,7 @@ from .config import (
     WorkSplit,
 )
 from .peers import SharedSums
-from .per_thread import (
-    below,
-    beyond,
-    each_thread,
-    splat,
-    warp_and_lane,
-)
+from .per_thread import below, beyond
 
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS  # lanes side by side

@@ -10,8 +10,8 @@ NOT_YET = -1
 _MOST_LOADS = 25_000_000  # of 0.7 us each: without a GPU's words the launch fails after 20 s
 
 
-def again(words: list[Any], place: Any) -> list[Any]:
-    """Returns one or four words, loaded again until none is ``NOT_YET``.
+def await_words(words: list[Any], place: Any) -> list[Any]:
+    """Loads one or four words again until none is ``NOT_YET``, and returns them.
 
     The launch fails if one does not arrive within about 20 s.
 

@@ -24,8 +24,8 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.common import device
 from pallas_kernels.common.row_inputs import RmsNorm
-from pallas_kernels.decode_layer.per_thread import each_thread, warp_and_lane
-from pallas_kernels.hopper.arrivals import NOT_YET, again
+from pallas_kernels.hopper.arrivals import NOT_YET, await_words
+from pallas_kernels.hopper.each_thread import each_thread, warp_and_lane
 from pallas_kernels.hopper.grid import meet_in_block
 from pallas_kernels.hopper.launch import launch, references
 from pallas_kernels.hopper.machine import LANES, WARPGROUP
@@ -211,7 +211,7 @@ class SumKernel:
         found = [loaded("ld.relaxed.sys.global.v4.b32", place, 4, kind="l") for place in places]
         parts = []
         for place, quad in zip(places, found, strict=True):
-            parts.append(self.numbers(again(quad, place)))
+            parts.append(self.numbers(await_words(quad, place)))
             _write(place, [constant(NOT_YET)] * 4)
         sums = [functools.reduce(arith.addf, each) for each in zip(*parts, strict=True)]
         return [arith.addf(a, b) for a, b in zip(before, sums, strict=True)]

@@ -16,8 +16,8 @@ from pallas_kernels.decode_layer import inputs, stream
 from pallas_kernels.decode_layer.attention import Attention
 from pallas_kernels.decode_layer.attention_threads import HeadSizes, most_parts, put_attended
 from pallas_kernels.decode_layer.config import DEPTH, SLICES, THREADS, WIDTH, TileForm, WorkSplit
-from pallas_kernels.decode_layer.per_thread import layer_array
 from pallas_kernels.decode_layer.stream import QuantizedTile, TileStream
+from pallas_kernels.hopper.each_thread import layer_array
 from pallas_kernels.hopper.mosaic import arith
 from pallas_kernels.hopper.threads import Address, constant, total
 from pallas_kernels.quantized_weight import QuantizedWeight, arranged, round_weight

@@ -23,14 +23,22 @@ from pallas_kernels.decode_layer import (
     per_thread,
     stream,
 )
-from pallas_kernels.hopper import arrivals, cluster_sums, grid, resident_rows, slots, threads
+from pallas_kernels.hopper import (
+    arrivals,
+    cluster_sums,
+    each_thread,
+    grid,
+    resident_rows,
+    slots,
+    threads,
+)
 from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.row_sums import hopper as row_sums
 
 _BLOCK = 1 << 24  # bytes of addresses that a block of a cluster has
 _I32, _F32, _F64 = np.uint32, np.float32, np.float64
 _MODULES = (
-    threads, resident_rows, cluster_sums, grid, slots,
+    threads, each_thread, resident_rows, cluster_sums, grid, slots,
     attention, attention_threads, inputs, per_thread, stream, arrivals, row_sums,
 )  # fmt: skip
 """Whose instructions these threads execute."""

@@ -26,7 +26,7 @@ BLOCK = (6, 8, 4)
 @pytest.fixture
 def on_gpus(monkeypatch):
     """Devices of this machine count as GPUs of this process."""
-    monkeypatch.setattr(copies, "_are_gpus_of_one_process", lambda mesh: True)
+    monkeypatch.setattr(copies, "_are_measured", lambda mesh: True)
 
 
 def on_devices(function, num: int, *, into: PartitionSpec, out: PartitionSpec):
@@ -85,24 +85,24 @@ def test_two_gpus_of_one_axis_send_by_copies(mesh, axis, on_gpus):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "processes", "copied"),
+    ("kind", "processes", "copied"),
     [
-        (("gpu", "gpu"), (0, 0), True),
-        (("gpu", "gpu"), (0, 1), False),
-        (("cpu",) * 2, (0, 0), False),
+        ("NVIDIA H200", (0, 0), True),
+        ("NVIDIA H200", (0, 1), False),
+        ("NVIDIA H100 80GB HBM3", (0, 0), False),
+        ("cpu", (0, 0), False),
     ],
 )
-def test_gpus_that_are_absent_count_by_their_process(kinds, processes, copied):
-    pairs = zip(kinds, processes, strict=True)
-    devices = [SimpleNamespace(platform=kind, process_index=index) for kind, index in pairs]
+def test_gpus_count_by_their_kind_and_process(kind, processes, copied):
+    devices = [SimpleNamespace(device_kind=kind, process_index=index) for index in processes]
     mesh = SimpleNamespace(devices=np.array(devices))
-    assert copies._are_gpus_of_one_process(cast(Mesh, mesh)) == copied
+    assert copies._are_measured(cast(Mesh, mesh)) == copied
 
 
 def test_cpus_and_meshes_without_devices_do_not(monkeypatch):
     mesh = make_mesh(MeshConfig(fsdp=2), devices=jax.devices()[:2])
     assert copies.copying_axis(Placement(mesh=mesh)) is None
-    monkeypatch.setattr(copies, "_are_gpus_of_one_process", lambda mesh: True)
+    monkeypatch.setattr(copies, "_are_measured", lambda mesh: True)
     assert copies.copying_axis(Placement(mesh=mesh.abstract_mesh)) is None
 
 
