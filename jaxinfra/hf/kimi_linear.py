@@ -20,7 +20,12 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.deepseek import latent_keys, read_latent
 from jaxinfra.hf.keys import SILU, Keys
 from jaxinfra.hf.shared import FULL, LINEAR, model_keys, model_of, state_types
-from jaxinfra.hf.sparse import mlp_layer_types, read_routes, read_sigmoid_routing
+from jaxinfra.hf.sparse import (
+    fewest_experts,
+    mlp_layer_types,
+    read_routes,
+    read_sigmoid_routing,
+)
 from jaxinfra.hf.weights import (
     LATENT,
     LLAMA,
@@ -125,6 +130,7 @@ def write_kimi_linear(config: ModelConfig) -> dict[str, Any]:
     delta = next((x for x in layers if isinstance(x, GatedDeltaConfig)), None)
     routed = next((x for x in layers if isinstance(x, ExpertsConfig)), None)
     dense = next((x for x in layers if isinstance(x, MlpConfig)), None)
+    routed = fewest_experts(dense) if routed is None and dense is not None else routed
     if latent is None or delta is None or routed is None:
         raise ConfigError("delta attention, latent attention and experts are what this writes")
     return {

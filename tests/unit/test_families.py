@@ -399,6 +399,8 @@ def test_a_hybrid_whose_layers_all_attend_is_written(name, keys):
         ("glm4_moe", {"first_k_dense_replace": 9}),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 3}),
         ("exaone_moe", {"mlp_layer_types": ["dense"] * 4}),
+        ("hy_v3", {"mlp_layer_types": ["dense"] * 3}),
+        ("kimi_linear", {"mlp_layer_types": ["dense"] * 4}),
         ("dots1", {"first_k_dense_replace": 9}),
         ("llama4", {"moe_layers": []}),
         ("ernie4_5_moe", {"moe_layer_start_index": 9}),
