@@ -188,9 +188,13 @@ def _updated(
         rng=state.rng,
     )
     if average is not None:
-        mean = jax.tree.map(
-            lambda a, b: average * a + (1.0 - average) * b, state.average, new_state.parameters
+        towards = jax.tree.map(
+            lambda a, b: (1.0 - average) * (b.astype(EXACT) - a.astype(EXACT)),
+            state.average,
+            new_state.parameters,
         )
+        # Rounded by other numbers than the weights, whose errors would not average out.
+        mean = _after_updates(state.average, towards, jax.random.fold_in(key, _ROUNDING))
         new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
     return new_state, norm, statistics
 

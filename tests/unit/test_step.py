@@ -2,15 +2,20 @@
 
 import dataclasses
 import functools
+import math
+import types
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
 from jaxinfra.data.batch import batch_of
+from jaxinfra.model.gradients import Gradients
 from jaxinfra.training import gradients
 from jaxinfra.training.gradients import (
     batch_loss,
@@ -19,6 +24,8 @@ from jaxinfra.training.gradients import (
     make_evaluation_step,
     split_batch,
 )
+from jaxinfra.training.state import state_around
+from jaxinfra.training.step import make_train_step
 from tests.sharded import oracle
 from tests.sharded.cases import (
     COMPILER_OPTIONS,
@@ -186,6 +193,43 @@ def test_dynamic_loss_scale_halves_and_doubles():
         used.append(float(metrics.loss_scale))
     # Doubled after three finite steps in a row, halved at once; two finite steps count for nothing.
     assert used == [64, 64, 64, 128, 128, 64, 64, 64, 32, 32, 32, 64]
+
+
+def test_a_mean_of_bf16_weights_follows_them():
+    """A step towards them is less than half a unit in the last place: rounded to nearest, the mean
+    would stay where it began."""
+    decay, steps, ulp = 0.999, 100, 2.0**-7
+    weights = jnp.full((4096,), 1.5, jnp.bfloat16)
+
+    class Still:
+        """A model that no rule changes, with a gradient of 0."""
+
+        model = types.SimpleNamespace(next_state=lambda state, sums, cotangents: state)
+
+        def __call__(self, parameters, state, batch, *, key, loss_scale):
+            zeros = jax.tree.map(jnp.zeros_like, parameters)
+            return Gradients(loss=jnp.float32(0.0), gradients=zeros, sums=(), state={})
+
+        def counted(self, batch):
+            return jnp.sum(batch.weights)
+
+    optimizer, precision = optax.identity(), PrecisionConfig(policy=PolicyName.BF16)
+    gradient: Any = Still()
+    step = make_train_step(
+        gradient, optimizer, learning_rate=lambda _: 0.0, precision=precision, average=decay
+    )
+    state = state_around({"w": weights}, {}, optimizer, precision=precision, seed=0)
+    state = dataclasses.replace(state, average={"w": jnp.ones_like(weights)})
+    batch = packed_batch()
+    state = jax.jit(
+        lambda state: jax.lax.fori_loop(0, steps, lambda _, now: step(now, batch)[0], state)
+    )(state)
+    assert state.average["w"].dtype == jnp.bfloat16
+    want = 1.5 - 0.5 * decay**steps
+    # Each rounding errs by at most a unit, with a deviation of at most half of one.
+    deviation = math.sqrt(steps / weights.size) * ulp / 2
+    assert abs(float(jnp.mean(state.average["w"], dtype=jnp.float32)) - want) < 5 * deviation
+    assert want - 1.0 > 10 * deviation
 
 
 @pytest.mark.slow  # why fp16 asks for a scale; its steps are tested here
