@@ -18,7 +18,9 @@ from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.engine.plan import RowSample
+from jaxinfra.serving.engine.requests import GenerationRequest, TokenScore
+from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.gradients import batch_loss
 from tests.small_models import dense
 
@@ -135,6 +137,50 @@ def test_the_engine_drafts_what_the_module_predicts_and_keeps_the_text():
     wanted = accepted(text, len(prompt), len(text) - 1)
     assert engine.counts.accepted_tokens == wanted > 4
     assert engine.counts.steps == 1 + new - 1 - wanted
+
+
+def test_scores_of_a_prompt_come_with_accepted_drafts(monkeypatch):
+    """The last token of this prompt is a step of its own, beside drafts."""
+    options = EngineOptions(
+        max_running=1,
+        page_size=4,
+        max_step_tokens=16,
+        chunk_sizes=(8,),
+        max_piece_rows=1,
+        num_drafts=NUM_DRAFTS,
+    )
+    engine = Engine(definition().bind(parameters()), num_ids=NUM_IDS, options=options)
+
+    def read(plan):
+        """As if every draft held, and a score were the number of its token."""
+        return [
+            RowSample(
+                row=row,
+                tokens=(0,) * (1 + row.num_drafts) if row.is_sampled else (),
+                num_accepted=row.num_drafts,
+                is_bad=False,
+                scores=(TokenScore(logprob=-1.0, top=()),) * (1 + row.num_drafts),
+                prompt_scores=tuple(TokenScore(logprob=each, top=()) for each in row.targets),
+            )
+            for row in plan.rows
+        ]
+
+    monkeypatch.setattr(engine.runner, "dispatch", lambda plan, masks: plan)
+    monkeypatch.setattr(engine.runner, "read", read)
+    prompt = (3, 1, 2, 0, 1, 3, 2, 1, 2)
+    (came,) = engine.run(
+        [
+            GenerationRequest(
+                prompt_ids=prompt,
+                max_new_tokens=6,
+                sampling=SamplingConfig(temperature=0.0, logprobs=0),
+                scores_prompt=True,
+            )
+        ]
+    )
+    assert [len(each.tokens) for each in came] == [1 + NUM_DRAFTS, 2]
+    scores = [[score.logprob for score in each.prompt_scores] for each in came]
+    assert scores == [list(prompt[1:]), []]
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(pipe=3), MeshConfig(context=2)])

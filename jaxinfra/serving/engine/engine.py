@@ -498,7 +498,8 @@ class Engine:
         if not drawn.scores:
             return progress
         prompt, told.prompt_scores = tuple(told.prompt_scores), []
-        is_first = len(told.stream.tokens) == len(told.stream.request.prompt_ids) + 1
+        # Not by the tokens there are now: drafts may be accepted with the first one.
+        is_first = drawn.row.context - drawn.row.num_drafts == len(told.stream.request.prompt_ids)
         scores = drawn.scores[: len(progress.tokens)]
         return progress._replace(scores=scores, prompt_scores=prompt if is_first else ())
 
