@@ -31,6 +31,7 @@ def _converter() -> cattrs.Converter:
     for scalar in (int, float, bool, str):
         converter.register_structure_hook(scalar, _exactly)
     converter.register_structure_hook(enum.StrEnum, _member)
+    converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], _texts)
     # A number, or points.
     number, points = typing.get_args(Weight.__value__)
     converter.register_structure_hook_func(
@@ -38,6 +39,13 @@ def _converter() -> cattrs.Converter:
         lambda value, _: converter.structure(value, points if _is_list(value) else number),
     )
     return converter
+
+
+def _texts(value: Any, _: Any) -> tuple[str, ...]:
+    """Reads a list of texts; of a single text the characters would be taken as its entries."""
+    if not _is_list(value):
+        raise ConfigError(f"{value!r} is no list; write one as [\"...\"], in a shell within '...'")
+    return tuple(_exactly(each, str) for each in value)
 
 
 def _is_list(value: Any) -> bool:

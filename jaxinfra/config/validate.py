@@ -282,7 +282,7 @@ def _validate_indexers(run: RunConfig) -> None:
                     f"optimizer.frozen={list(run.optimizer.frozen)} leaves out {path}: no gradient "
                     "passes through an indexer's choice of keys and its own loss is not computed "
                     "here, so weight decay alone would change it; freeze it by --set "
-                    'optimizer.frozen=["*/indexer/*"]'
+                    "'optimizer.frozen=[\"*/indexer/*\"]'"
                 )
 
 

@@ -112,6 +112,7 @@ WRONG_SETTINGS = {
     "optimizer.final_fraction=2": r"final_fraction=2.0 in \[0, 1\]",
     "optimizer.clip_norm=0": r"clip_norm=0.0 must be positive, or none",
     "optimizer.decay_steps=0": r"decay_steps=0 must be at least 1, or none",
+    "optimizer.frozen=*norm*": r"'\*norm\*' is no list; write one",
     "precision.policy=fp16": r"policy=fp16 with loss_scaling=none loses gradients.*choose",
     "precision.initial_loss_scale=0.5": r"initial_loss_scale=0.5.*must be at least 1",
     "precision.growth_interval=0": r"growth_interval=0 must be at least 1",
