@@ -38,7 +38,8 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
             has_experts = any(isinstance(block.mlp, Experts) for block in decoder.blocks)
             experts = ", and its experts have no adapters" if has_experts else ""
             raise ConfigError(
-                f"lora target {name!r}: this model has no such projection{experts}; name others"
+                f"lora target {name!r}: this model has no such projection{experts}; it has "
+                f"{', '.join(sorted({_name(path) for each in blocks for path in each}))}"
             )
         # Else experts would be left out though others with this name are not.
         if name in _OF_EXPERTS and name not in mixers:

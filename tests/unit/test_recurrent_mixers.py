@@ -324,5 +324,7 @@ def test_adapters_are_beside_each_projection_of_a_name(name):
     assert {path.split("/adapter")[0].split("/")[-1] for path in adapted} == {*lora.targets}
     assert any(path.startswith("blocks/2/mlp/up/adapter") for path in adapted)
     assert sum(path.startswith("blocks/1/attention/key/adapter") for path in adapted) == 2
-    with pytest.raises(ConfigError, match="'kv_up': this model has no such projection"):
+    with pytest.raises(
+        ConfigError, match=r"'kv_up': this model has no such projection; it has .*query"
+    ):
         define_model(model, execution_on(), lora=LoraConfig(targets=("kv_up",)))
