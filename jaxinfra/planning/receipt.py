@@ -61,7 +61,7 @@ def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
     if device.name not in _CHIPS:
         raise UnsupportedError(
             f"compiling for {device.name} where it is absent: chips described here are "
-            f"{', '.join(_CHIPS)}"
+            f"{', '.join(_CHIPS)}; name one of them, or compile on a machine with {device.name}"
         )
     plugin, cuda = _plugin()
     api = _load(str(plugin))
@@ -84,7 +84,8 @@ def _plugin() -> tuple[Path, int]:
                 return library, cuda
     raise UnsupportedError(
         "compiling for an absent GPU needs the CUDA plugin, which is missing: install "
-        "jaxinfra[cuda] (a GPU is not needed); jaxinfra plan has --compile cpu, too"
+        "jaxinfra[cuda] (a GPU is not needed), compile on a machine with the GPU, or, to plan, "
+        "give --compile cpu"
     )
 
 
