@@ -23,7 +23,7 @@ from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.own_data import PolicyBatches
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Clock, Progress
-from jaxinfra.training.start import Start, first_state
+from jaxinfra.training.start import Start, first_state, restored_state
 from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.summary import Outcome, draw_run, summarize
 from jaxinfra.training.watch import (
@@ -297,7 +297,7 @@ class Trainer:
         good = [step for step in saved if step < doubt.step]
         if good:
             restored = self._saver.restore(self._job.abstract_state(), step=max(good))
-            target, self._state = restored.step, restored.state
+            target, self._state = restored.step, restored_state(self._job, restored)
             self._batches.restore(restored.data_state)
         else:
             target, self._state = 0, first_state(self._job)

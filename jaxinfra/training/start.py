@@ -25,6 +25,7 @@ from jaxinfra.data.chat_template import TEMPLATE_FILES, read_templates
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, JaxinfraError
 from jaxinfra.model.definition import Parameters, define_model, merged, only, without
+from jaxinfra.numerics.loss_scale import initial_loss_scale
 from jaxinfra.runtime.files import require_type
 from jaxinfra.training.job import Job
 from jaxinfra.training.own_data import Batches, OwnData, PolicyData, Texts
@@ -166,6 +167,21 @@ def changed_settings(restored: Restored | None, config: RunConfig) -> tuple[str,
     return tuple(metadata.setting_changes(restored.settings, codec.to_dict(config)))
 
 
+def restored_state(job: Job, restored: Restored) -> State:
+    """Returns a checkpoint's state. If settings of the loss scale have changed since it was saved,
+    the scale begins anew, as at step 0.
+    """
+    changes = changed_settings(restored, job.config)
+    if not any(change.startswith(_OF_LOSS_SCALE) for change in changes):
+        return restored.state
+    begin = functools.partial(initial_loss_scale, job.config.precision)
+    scale = jax.jit(begin, out_shardings=job.shardings.loss_scale)()
+    return dataclasses.replace(restored.state, loss_scale=scale)
+
+
+_OF_LOSS_SCALE = ("precision.loss_scaling:", "precision.initial_loss_scale:")
+
+
 def excluded_batches(restored: Restored | None) -> frozenset[int]:
     """Returns the steps whose batches were already excluded when the checkpoint was saved."""
     steps: Any = restored.data_state.get("excluded", []) if restored else []
@@ -280,7 +296,7 @@ def resumed_start(
         corpora=corpora,
         batches=batches,
         saver=saver,
-        state=first_state(job) if restored is None else restored.state,
+        state=first_state(job) if restored is None else restored_state(job, restored),
         saved=restored is not None,
         changes=changed_settings(restored, job.config),
         excluded=excluded_batches(restored),

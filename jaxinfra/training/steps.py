@@ -18,7 +18,7 @@ from jaxinfra.model.gradients import Gradients
 from jaxinfra.runtime.files import user_cache
 from jaxinfra.training.job import make_job
 from jaxinfra.training.run_data import batches_of, open_data
-from jaxinfra.training.start import first_state, open_checkpoints, with_frozen
+from jaxinfra.training.start import first_state, open_checkpoints, restored_state, with_frozen
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics
 
@@ -141,12 +141,13 @@ class Steps:
             CheckpointError: there is no checkpoint, or it is of another model.
         """
         run = RunDirectory(Path(directory))
-        return load_state(
+        restored = load_state(
             run.checkpoints,
             self._job.abstract_state(),
             step=step,
             identity=identity(run, self.config),
-        ).state
+        )
+        return restored_state(self._job, restored)
 
     def _open(self, cache_dir: Path | None) -> Corpora:
         if self._corpora is None:

@@ -5,21 +5,26 @@ import math
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfra.checkpoint.checkpointer import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import CheckpointConfig, TrainingConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
+from jaxinfra.numerics.loss_scale import LossScale
 from jaxinfra.training.describe import describe_ranking, placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.optim.muon import is_hidden_matrix
 from jaxinfra.training.profile import ProfileRange, parse_profile_range
 from jaxinfra.training.progress import Clock, duration, median_step_s
+from jaxinfra.training.start import restored_state
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "a:b", "-1:2", "1:2:3"])
@@ -83,6 +88,34 @@ def test_placement_table_counts_every_parameter(job):
     assert held[-1].tolist() == [4 * times for times in elements(job)]
     last = table.splitlines()[-1]
     assert last.startswith(f"{job.model.num_parameters:,} parameters; bytes on each of 1 device,")
+
+
+STATIC = PrecisionConfig(policy="fp16", loss_scaling="static")
+DYNAMIC = PrecisionConfig(policy="fp16", loss_scaling="dynamic", initial_loss_scale=64)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "scale"),
+    [
+        (PrecisionConfig(), STATIC, 2.0**15),
+        (STATIC, DYNAMIC, 64.0),
+        (DYNAMIC, PrecisionConfig(policy="bf16"), 1.0),
+        (DYNAMIC, dataclasses.replace(DYNAMIC, growth_interval=7), 8.0),
+    ],
+)
+def test_a_loss_scale_begins_anew_where_its_settings_changed(job, saved, now, scale):
+    kept = LossScale(value=jnp.float32(8.0), finite_steps=jnp.int32(5))
+    restored = Restored(
+        step=3,
+        state=dataclasses.replace(job.abstract_state(), loss_scale=kept),
+        data_state={},
+        heldout_loss=None,
+        settings=codec.to_dict(dataclasses.replace(job.config, precision=saved)),
+        quarantined=(),
+    )
+    config = dataclasses.replace(job.config, precision=now)
+    found = restored_state(dataclasses.replace(job, config=config), restored)
+    assert float(found.loss_scale.value) == scale
 
 
 @pytest.mark.parametrize(("zero", "shards"), [(1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))])
