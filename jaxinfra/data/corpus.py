@@ -361,6 +361,14 @@ def _tokenize(
         train.finish()
         heldout.finish()
         require_text(split.config, num_train=len(train.names), num_heldout=len(heldout.names))
+        for side, source in ((train, None), (heldout, split.config.heldout_source)):
+            if side.names and not side.num_tokens:
+                what = "trained on" if side is train else "held out"
+                raise DataError(
+                    f"data source {source or split.config.source!r}: the tokenizer makes no token "
+                    f"of what is {what}, such as {side.names[0]}; use a tokenizer that knows its "
+                    "characters, or another text"
+                )
     if not heldout.names:
         shutil.rmtree(directory / "heldout")
     (directory / "heldout_names.json").write_text(json.dumps(heldout.names))
@@ -396,6 +404,7 @@ class _Side:
             marks=encoder is not None,
         )
         self.names: list[str] = []  # of the document that each became of
+        self.num_tokens = 0
         self._pending: list[Document] = []
         self._num_chars = 0
 
@@ -442,6 +451,7 @@ class _Side:
     ) -> None:
         data = text.encode()
         self.names.append(name)
+        self.num_tokens += len(ids)
         self._writer.append(ids, num_bytes=len(data), counted=counted, first=first)
         if self._text_file is not None:
             self._text_file.write(data)

@@ -238,6 +238,22 @@ def test_a_side_without_text(tmp_path: Path, cache: Path):
     assert not list(cache.rglob("tokens.bin"))
 
 
+def test_a_text_without_a_token_is_refused_by_its_name(tmp_path: Path, cache: Path):
+    known, unknown, file = (tmp_path / name for name in ("a.txt", "b.txt", "tokenizer.json"))
+    known.write_text("aaa")
+    unknown.write_text("bbb")
+    vocabulary = tokenizers.models.BPE(vocab={"a": 0, "</s>": 1}, merges=[])
+    tokenizers.Tokenizer(vocabulary).save(str(file))
+    settings = TokenizerConfig(kind=TokenizerKind.FILE, path=str(file))
+    found = error(unknown, cache, tokenizer=settings)
+    assert f"data source {str(unknown)!r}: the tokenizer makes no token" in found
+    assert "trained on, such as b.txt" in found
+    found = error(known, cache, tokenizer=settings, heldout_source=str(unknown))
+    assert f"data source {str(unknown)!r}" in found
+    assert "held out, such as b.txt" in found
+    assert not list(cache.rglob("tokens.bin"))
+
+
 @pytest.mark.parametrize("num", [1, 2, 5, 20, 60])
 def test_each_side_has_a_document_whatever_the_file_is_called(tmp_path: Path, num: int):
     """One document is trained on; of more, at least one is on each side, at any fraction."""
