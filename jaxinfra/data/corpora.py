@@ -164,6 +164,16 @@ def open_corpora(
     return Corpora(config=config, sources=sources, validation=validation)
 
 
+def require_sources(config: DataConfig) -> None:
+    """Raises DataError if a text that ``config`` names is not there; reads none of them."""
+    named = [each.source for each in config.validation]
+    for part in config.mixture or (config,):
+        named += [part.source, part.heldout_source or part.source]
+    for source in named:
+        if source not in (OWN_SOURCE, STDLIB) and not Path(source).expanduser().exists():
+            scan(source)  # a glob, or nothing
+
+
 def first_prompt(config: DataConfig) -> str | ChatRow:
     """Returns the prompt of text that a trained model samples: the data's first prompt, if it has
     prompts. For the standard library it is the beginning of a function, for other text "".

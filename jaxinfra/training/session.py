@@ -17,6 +17,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.config.validate import describe_warmup, with_warmup
+from jaxinfra.data.corpora import require_sources
 from jaxinfra.errors import (
     ConfigError,
     DeviceMemoryError,
@@ -181,6 +182,7 @@ class _Session:
         _require_all_devices(config)
         # On one device a trace finds its operations under CUDA graphs (diagnostics/launch_names).
         job = make_job(config, traceable=profile is not None and config.mesh.num_devices > 1)
+        require_sources(config.data)  # so that a name that is wrong is the first thing said
         progress.message(describe_job(job))
         if warning := describe_ranking(config.training, config.checkpoint):
             progress.message(warning)

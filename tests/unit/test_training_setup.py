@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxinfra
 from jaxinfra.checkpoint.checkpointer import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
@@ -17,7 +18,7 @@ from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import CheckpointConfig, TrainingConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.numerics.loss_scale import LossScale
 from jaxinfra.training.describe import describe_ranking, placement_table
 from jaxinfra.training.job import make_job
@@ -25,6 +26,7 @@ from jaxinfra.training.optim.muon import is_hidden_matrix
 from jaxinfra.training.profile import ProfileRange, parse_profile_range
 from jaxinfra.training.progress import Clock, duration, median_step_s
 from jaxinfra.training.start import restored_state
+from tests.small_run import config_of
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "a:b", "-1:2", "1:2:3"])
@@ -88,6 +90,15 @@ def test_placement_table_counts_every_parameter(job):
     assert held[-1].tolist() == [4 * times for times in elements(job)]
     last = table.splitlines()[-1]
     assert last.startswith(f"{job.model.num_parameters:,} parameters; bytes on each of 1 device,")
+
+
+@pytest.mark.parametrize("name", ["text.jsonl", "*.jsonl"])
+def test_a_text_that_is_not_there_is_the_first_thing_said(tmp_path, capsys, name):
+    config = config_of(f"data.source={tmp_path / name}")
+    with pytest.raises(DataError, match="data source"):
+        jaxinfra.train(config, tmp_path / "run", cache_dir=tmp_path / "cache")
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "run").exists()
 
 
 STATIC = PrecisionConfig(policy="fp16", loss_scaling="static")
