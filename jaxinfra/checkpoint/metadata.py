@@ -1,6 +1,7 @@
 """Metadata of a checkpoint (``metadata.json``): step, identity, settings, tree of arrays."""
 
 import dataclasses
+import enum
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -174,8 +175,12 @@ def require_same_identity(saved: dict[str, JSON], wanted: dict[str, JSON], *, wh
 def differences(saved: dict[str, JSON], wanted: dict[str, JSON]) -> list[str]:
     """Lists the keys in which two nested objects differ, with both values."""
     before, now = codec.flattened(saved), codec.flattened(wanted)
+
+    def shown(value: Any) -> str:
+        return repr(value.value if isinstance(value, enum.Enum) else value)
+
     return [
-        f"{key}: saved {before.get(key, 'nothing')!r}, now {now.get(key, 'nothing')!r}"
+        f"{key}: saved {shown(before.get(key, 'nothing'))}, now {shown(now.get(key, 'nothing'))}"
         for key in {**before, **now}
         if (key in before, before.get(key)) != (key in now, now.get(key))
     ]

@@ -219,6 +219,13 @@ def test_a_script_may_write_words_for_choices():
         normalized(wrong, RunConfig)
 
 
+def test_a_changed_setting_is_said_as_it_is_written():
+    run = run_preset("tiny")
+    other = override(run, ["optimizer.schedule=wsd"])
+    found = setting_changes(to_dict(run), to_dict(other))
+    assert found == ["optimizer.schedule: saved 'cosine', now 'wsd'"]
+
+
 def test_a_setting_that_is_new_since_a_checkpoint_is_no_change():
     now = to_dict(run_preset("tiny"))
     saved = json.loads(json.dumps(now))
