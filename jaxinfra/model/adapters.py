@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.finetune import PROJECTIONS, LoraConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
 from jaxinfra.model.decoder import Decoder
@@ -37,9 +37,11 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
         if not any(_name(path) == name for each in blocks for path in each):
             has_experts = any(isinstance(block.mlp, Experts) for block in decoder.blocks)
             experts = ", and its experts have no adapters" if has_experts else ""
+            others = {_name(path) for each in blocks for path in each} & {*PROJECTIONS}
+            others -= {*_OF_EXPERTS} - mixers if has_experts else set()
             raise ConfigError(
                 f"lora target {name!r}: this model has no such projection{experts}; it has "
-                f"{', '.join(sorted({_name(path) for each in blocks for path in each}))}"
+                f"{', '.join(sorted(others))}"
             )
         # Else experts would be left out though others with this name are not.
         if name in _OF_EXPERTS and name not in mixers:

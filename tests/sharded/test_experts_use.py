@@ -159,6 +159,9 @@ def test_adapters_of_experts_are_refused():
     definition = define_model(CONFIG, execution_on())
     with pytest.raises(ConfigError, match=r"lora target 'up': .* experts have no adapters"):
         add_adapters(definition.bind({}), LoraConfig(targets=("up",)), rngs=None)
+    # Of those named instead, none is refused.
+    with pytest.raises(ConfigError, match=r"have no adapters; it has key, out, query, value$"):
+        add_adapters(definition.bind({}), LoraConfig(targets=("kv_up",)), rngs=None)
 
 
 @pytest.mark.parametrize(
