@@ -28,7 +28,7 @@ MODULES = (
 BREAKS = {
     1: (
         "training/start.py",
-        "state=first_state(job) if restored is None else restored.state,",
+        "state=first_state(job) if restored is None else restored_state(job, restored),",
         "state=first_state(job),",
         "differs from the undisturbed run",
     ),
