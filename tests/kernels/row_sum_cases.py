@@ -91,7 +91,7 @@ class RowSumCase:
         return RmsNorm(scale=scale, epsilon=EPSILON, offset=OFFSET)
 
     def exact(self, given: tuple[jax.Array, ...], got: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        """What each call computes of the results before it, as the program rounded them."""
+        """Computes each call in float64, from the rounded results of the call before it."""
         wide = functools.partial(np.asarray, dtype=np.float64)
         factors, first, scales = map(wide, given)
         sums, normed = [], []

@@ -11,10 +11,10 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.hf.config import from_hf_config
+from tests.golden_families import GOLDEN
 from tests.sharded.cases import build, gradients_of, packed_batch
 from tests.sharded.pipeline_cases import Case, loss_and_gradients
 from tests.sharded.test_states import assert_equal_but_for_rounding
-from tests.unit.test_families import GOLDEN
 
 MESHES = {
     "fsdp4": (MeshConfig(fsdp=4), {"remat": Remat.FULL}),

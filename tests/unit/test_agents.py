@@ -263,7 +263,7 @@ def test_an_agent_uses_messages(form, tmp_path):
 
 
 def test_a_message_goes_on_with_the_assistants_last_words(tmp_path):
-    """As the Messages API has it; blocks of no words are no message."""
+    """An answer continues a last message of the assistant. A message needs a block with text."""
 
     async def run():
         served = ScriptedServer(tmp_path)
@@ -295,7 +295,7 @@ def test_a_message_says_which_sequence_ended_it(stops, tmp_path):
 
 
 def test_parts_of_a_users_text_are_lines_in_every_api(tmp_path):
-    """Of words that end one part and begin the next, none become one."""
+    """The last word of a part and the first word of the next part stay two words."""
     texts = ["one", "two"]
     parts = [{"type": "text", "text": each} for each in texts]
     user = {"messages": [{"role": "user", "content": parts}]}

@@ -277,7 +277,7 @@ def test_each_side_has_a_document_whatever_the_file_is_called(tmp_path: Path, nu
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_document_of_white_space_is_no_side_of_its_own(tmp_path: Path, cache: Path, place: int):
-    """Of two texts and white space, whichever is first by its hash, one text is on each side."""
+    """Both sides get one of the two texts, wherever a blank file is by its hash."""
     names = sorted(("a.txt", "b.txt", "c.txt"), key=name_hash)
     blank = names[0 if place == 0 else -1]
     for name in names:

@@ -244,15 +244,8 @@ def limits():
 )
 # The third request's admission drops the snapshot that the second one goes on from.
 @hypothesis.example(
-    limits=SchedulerLimits(
-        num_pages=12,
-        page_size=4,
-        max_running=4,
-        max_step_tokens=24,
-        max_positions=40,
-        row_sizes=(1, 2, 4),
-        chunk_sizes=(4, 8),
-        max_piece_rows=2,
+    limits=dataclasses.replace(
+        LIMITS,
         share_prefixes=True,
         long_context=9,
         has_states=True,

@@ -40,7 +40,7 @@ from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.sampling import GREEDY
 from tests.decoder_oracle import drawn, latent_attention, model
 from tests.generation import recomputed
-from tests.unit.test_families import write_directory
+from tests.golden_families import write_directory
 
 INDEXER = IndexerConfig(num_heads=5, head_dim=7, top_k=3)
 ATTENTION = latent_attention(
@@ -69,7 +69,7 @@ def an_index(rng, *, batch=2, queries=5, keys=9, ties=False):
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_choice_is_the_beginning_of_a_stable_sort(ties):
-    """Of the scores in float64, the largest first, the earlier of equal ones first."""
+    """Larger scores come first, and of equal scores that of the earlier key."""
     rng = np.random.default_rng(0)
     index, key = an_index(rng, queries=7, keys=9, ties=ties)
     visible = rng.random((2, 7, 9)) < 0.6
@@ -273,7 +273,7 @@ def test_flops_are_of_what_is_computed():
 
 @pytest.mark.slow
 def test_an_indexer_is_not_quantized(tmp_path):
-    """Its choice would be another; the errors of the others are measured with it."""
+    """Quantized weights of an indexer would choose other keys."""
     write_directory("deepseek_v32", tmp_path / "a")
     bytes_tokenizer().save(tmp_path / "a" / "tokenizer.json")
     ids = np.random.default_rng(0).integers(0, 64, (4, 16))
@@ -288,7 +288,7 @@ def test_an_indexer_is_not_quantized(tmp_path):
 
 @pytest.mark.slow
 def test_scales_of_quantization_reach_the_indexer():
-    """What a norm is divided by, all its readers are multiplied with."""
+    """If a norm is divided by scales, the weights that read it are multiplied by them."""
     definition = define_model(CONFIG, execution_on())
     given, want = drawn(definition), np.asarray(whole(decoder(), text()))
     flat, rng = by_path(given), np.random.default_rng(5)

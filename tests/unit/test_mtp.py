@@ -118,17 +118,19 @@ def test_flops_of_training_are_those_of_a_layer_more_with_two_projections_and_lo
     assert each[0] - each[1] == 6 * added
 
 
+OPTIONS = EngineOptions(
+    max_running=1,
+    page_size=4,
+    max_step_tokens=16,
+    chunk_sizes=(8,),
+    max_piece_rows=1,
+    num_drafts=NUM_DRAFTS,
+)
+
+
 def test_the_engine_drafts_what_the_module_predicts_and_keeps_the_text():
     model = definition().bind(parameters())
-    options = EngineOptions(
-        max_running=1,
-        page_size=4,
-        max_step_tokens=16,
-        chunk_sizes=(8,),
-        max_piece_rows=1,
-        num_drafts=NUM_DRAFTS,
-    )
-    engine = Engine(model, num_ids=NUM_IDS, options=options)
+    engine = Engine(model, num_ids=NUM_IDS, options=OPTIONS)
     prompt, new = (3, 1, 4, 1, 5), 40
     (came,) = engine.run([GenerationRequest(prompt_ids=prompt, max_new_tokens=new)])
     text = [*prompt, *(token for each in came for token in each.tokens)]
@@ -141,18 +143,10 @@ def test_the_engine_drafts_what_the_module_predicts_and_keeps_the_text():
 
 def test_scores_of_a_prompt_come_with_accepted_drafts(monkeypatch):
     """The last token of this prompt is a step of its own, beside drafts."""
-    options = EngineOptions(
-        max_running=1,
-        page_size=4,
-        max_step_tokens=16,
-        chunk_sizes=(8,),
-        max_piece_rows=1,
-        num_drafts=NUM_DRAFTS,
-    )
-    engine = Engine(definition().bind(parameters()), num_ids=NUM_IDS, options=options)
+    engine = Engine(definition().bind(parameters()), num_ids=NUM_IDS, options=OPTIONS)
 
     def read(plan):
-        """As if every draft held, and a score were the number of its token."""
+        """Accepts every draft; a token's score is its id."""
         return [
             RowSample(
                 row=row,

@@ -13,7 +13,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf.mapping import weight_map
 from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.parallel.execution import execution_on
-from tests.unit.test_families import write_directory
+from tests.golden_families import write_directory
 
 # Of groups of heads side by side, one after another, and of layers with a state.
 CASES = ("gpt_neox", "qwen3_5", "mamba", "falcon_odd", "bloom", "qwen3_next", "jamba", "lfm2")

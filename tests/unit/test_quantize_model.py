@@ -37,8 +37,8 @@ from jaxinfra.quantize.quantize import (
 from jaxinfra.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
 from jaxinfra.quantize.statistics import statistics_of
 from jaxinfra.serving.load import load
+from tests.golden_families import write_directory
 from tests.small_models import dense
-from tests.unit.test_families import write_directory
 
 RNG = np.random.default_rng(0)
 CONFIG = dense(vocab_size=48, heads=(4, 4), hidden_dim=64, tie_embeddings=False)
